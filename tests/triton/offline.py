@@ -236,16 +236,25 @@ def of_latent(
     return found
 
 
-def of_selected(Tq: int, block: int, rows: int, chip: str = "sm_90", **more: Any) -> dict[str, Taken]:
-    """The resources of the forward of selected keys, of 16 query heads per key head and head size 128."""
+def of_selected(
+    Tq: int, block: int, rows: int, D: int = 128, dtype: Any = torch.bfloat16, chip: str = "sm_90"
+) -> dict[str, Taken]:
+    """The resources of forward and backward of selected keys, of 16 query heads per key head."""
     indices = torch.zeros(1, 2, -(-Tq // rows), 2048 // block, dtype=torch.int32)
-    mask = causal() & select(indices, block, rows)
-    p = Problem(1, Tq, 4096, 32, 2, 128, 128, dtype="bfloat16", device=f"cuda:{chip}", mask=mask, **more)
-    q, o = (torch.empty(1, Tq, 32, 128, dtype=torch.bfloat16) for _ in range(2))
-    k, v = (torch.empty(1, 4096, 2, 128, dtype=torch.bfloat16) for _ in range(2))
+    p = Problem(
+        1, Tq, 4096, 32, 2, D, D, dtype=str(dtype)[6:], device=f"cuda:{chip}", needs_grad=Tq > 1,
+        mask=causal() & select(indices, block, rows),
+    )  # fmt: skip
+    q, o, do, dq = (torch.empty(1, Tq, 32, D, dtype=dtype) for _ in range(4))
+    k, v, dk, dv = (torch.empty(1, 4096, 2, D, dtype=dtype) for _ in range(4))
+    lse = torch.empty(1, Tq, 32)
     with recorded(chip) as found:
         call = launch.AttentionLaunch(p, make_plan(p, limits(p)), Inputs(q, k, v))
-        launch_decode.selected(call, o, torch.empty(1, Tq, 32))
+        launch_decode.selected(call, o, lse)
+        if Tq > 1:
+            share = launch.refine(call, do, lse, lse, lse)
+            arrays = call.arrays._replace(do=launch.array(do), lse=lse, share=share, delta=lse)
+            launch.backward(call, arrays, launch.Gradients(dq, dk, dv), False)
     return found
 
 

@@ -66,6 +66,8 @@ BRANCHES: dict[str, Callable[..., dict[str, Taken]]] = {
     "selected blocks": partial(of_selected, 100, 64, 1),
     "selected blocks, groups of rows": partial(of_selected, 100, 64, 64),
     "selected tokens of one query": partial(of_selected, 1, 1, 1),
+    "selected tokens": partial(of_selected, 100, 1, 1, 512),
+    "selected blocks in float32": partial(of_selected, 100, 16, 1, 64, torch.float32),
     "latent rows, values apart": partial(of_latent, 1, apart=True),
     "latent rows of codes": partial(of_latent, 4, "int8"),
     "latent rows of a prompt": partial(of_latent, 100, None, 16),

@@ -38,7 +38,11 @@ if interpreted():
 
 SCORES = {"softcap", "sinks", "bias", "alibi", "relative", "gates", "dropout"}
 STORED = {"source", "quantised"}
-TAKES = {"forward": {*SCORES, *STORED, "select"}, "decode": {*SCORES, *STORED, "select"}, "backward": SCORES}
+TAKES = {
+    "forward": {*SCORES, *STORED, "select"},
+    "decode": {*SCORES, *STORED, "select"},
+    "backward": {*SCORES, "select"},
+}
 # options of calls whose keys may be reordered: none of them depends on the order of the keys
 GATHERED = {"softcap", "sinks"}
 # options of calls that may be replayed

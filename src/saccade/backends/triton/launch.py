@@ -12,14 +12,16 @@ from ...plan import Part, Plan, positions
 from ...problem import Problem
 from .. import Extras, Inputs
 from . import bias_gradient, encoding, tiles
-from .chip import chip_of
+from .chip import chip_of, multiprocessors
 from .kernels import backward as kernels_backward
 from .kernels import forward as kernels_forward
+from .kernels import selected_backward as kernels_selected
 from .kernels.backward import KeyGradients, Products, RowGradients
 from .kernels.common import Arrays, Bias, Config, Distances, Drop, Scores
 from .kernels.forward import Results
 from .kernels.rows import Array, Blocks
 from .on_device import Intervals
+from .selected import chunks_of, lists_of
 from .stored import array, same_rows, stored
 
 # the tile of kernels that read each number once
@@ -70,7 +72,8 @@ class AttentionLaunch(Launches):
         keys, values = (stored(problem, x, s, extras) for x, s in zip((k, v), scales, strict=True))
         self.columns = tiles.columns(problem.D, problem.Dv, same_rows(k, v))
         values = keys if self.columns.SHARED else values
-        self.arrays = Arrays(array(q), keys, values, None, extras.lengths)
+        lists = None if problem.selection is None else lists_of(problem, q.device)
+        self.arrays = Arrays(array(q), keys, values, None, extras.lengths, lists)
         self.descale = extras.descale
         self.distances_shape = None if extras.distances is None else extras.distances.shape
         self.sinks = None if extras.sinks is None else extras.sinks.contiguous()
@@ -116,7 +119,16 @@ class AttentionLaunch(Launches):
 
     def lists(self, n: int, tile_k: int = 0) -> encoding.Lists:
         """The lists of part n on the device."""
-        return encoding.of_part(self.plan.parts[n], self.plan, self.device, tile_k)
+        scattered = self.arrays.lists is not None
+        return encoding.of_part(self.plan.parts[n], self.plan, self.device, tile_k, scattered=scattered)
+
+    def row_tiles(self, kernel: str, n: int) -> tuple[tiles.Tile, encoding.Lists, int]:
+        """The tile of a kernel whose programs own rows, the lists of part n, and the number of programs."""
+        p, at, of = self.problem, self.lists(n), self.arrays.lists
+        if of is None:
+            return self.tile(kernel), at, at.n_tiles * at.n_classes * p.B * p.Hq
+        tile = tiles.tile_of(kernel, self.chip, p).of(rows=min(64, tiles.block(p.G * of.rows)))
+        return tile, at, of.groups * -(-of.rows * p.G // tile.BM) * p.B * p.Hk
 
 
 def forward(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
@@ -149,7 +161,7 @@ def refine(call: AttentionLaunch, do: Tensor, lse: Tensor, delta: Tensor, dlse: 
 
     For float32 only: without this the rounding of lse and of o would be the largest error of its gradients.
     """
-    p, tile = call.problem, call.tile("dq")
+    p = call.problem
     if not call.exact or not lse.numel() or not p.Tk:
         return None
     share, weighed = (call.scratch(*lse.shape, like=lse) for _ in range(2))
@@ -157,10 +169,10 @@ def refine(call: AttentionLaunch, do: Tensor, lse: Tensor, delta: Tensor, dlse: 
     arrays = call.arrays._replace(do=array(do), lse=lse, share=share, delta=delta, dlse=dlse)
     last = len(call.plan.parts) - 1
     for n in range(last + 1):
-        at = call.lists(n)
+        tile, at, programs = call.row_tiles("dq", n)
         config = call.config(tile, at.mask, ADD=n > 0, LAST=n == last)
         args = arrays._replace(words=at.words), weighed, call.scores_of(n), *call.drop, config
-        call.start(kernels_backward.refine, at.n_tiles * at.n_classes * p.B * p.Hq, *args, tile=tile)
+        call.start(kernels_backward.refine, programs, *args, tile=tile)
     return share
 
 
@@ -174,7 +186,7 @@ def backward(call: AttentionLaunch, arrays: Arrays, grads: Gradients, want_slope
         slopes = _dq(call, n, arrays, grads, want_slopes)
         if slopes is not None:
             sums.append(slopes.reshape(p.B, p.Hq, -1).double().sum(-1))
-        _dkdv(call, n, arrays, grads)
+        (_dkdv if arrays.lists is None else _dkdv_of_chunks)(call, n, arrays, grads)
         if grads.dbias is not None:
             bias_gradient.launch(call, n, arrays, grads.dbias)
         if grads.distances is not None:
@@ -183,11 +195,11 @@ def backward(call: AttentionLaunch, arrays: Arrays, grads: Gradients, want_slope
 
 
 def _dq(call: AttentionLaunch, n: int, arrays: Arrays, grads: Gradients, want_slopes: Any) -> Tensor | None:
-    p, tile, at = call.problem, call.tile("dq"), call.lists(n)
+    p, (tile, at, programs) = call.problem, call.row_tiles("dq", n)
     slopes = call.scratch(p.B, p.Hq, at.n_classes, at.n_tiles, like=arrays.lse) if want_slopes else None
     arrays, results = arrays._replace(words=at.words), RowGradients(array(grads.dq), slopes, grads.rows)
     args = arrays, results, call.scores, *call.drop, call.config(tile, at.mask, ADD=n > 0)
-    call.start(kernels_backward.dq, at.n_tiles * at.n_classes * p.B * p.Hq, *args, tile=tile)
+    call.start(kernels_backward.dq, programs, *args, tile=tile)
     return slopes
 
 
@@ -197,6 +209,20 @@ def _dkdv(call: AttentionLaunch, n: int, arrays: Arrays, grads: Gradients) -> No
     arrays, results = arrays._replace(words=at.words), KeyGradients(array(grads.dk), array(grads.dv), grads.keys)
     args = arrays, results, call.scores, *call.drop, call.config(tile, at.mask, ADD=n > 0)
     call.start(kernels_backward.dkdv, at.n_tiles * at.n_classes * p.B * p.Hk, *args, tile=tile)
+
+
+def _dkdv_of_chunks(call: AttentionLaunch, n: int, arrays: Arrays, grads: Gradients) -> None:
+    p, tile, at = call.problem, tiles.tile_of("dkdv", call.chip, call.problem), call.lists(n)
+    lists = arrays.lists
+    # a chunk is a quarter of a multiprocessor's share of the rows that all entries have
+    rows = p.B * p.Hk * lists.groups * lists.n * lists.rows * p.G // (4 * multiprocessors(p.device))
+    chunks = chunks_of(lists, p, tile.BN, max(8 * tile.BM, rows), p.D + p.Dv)
+    config = call.config(tile, at.mask)
+    args = arrays._replace(words=at.words), chunks, call.scores, *call.drop, config
+    call.start(kernels_selected.dkdv_of_chunks, chunks.tiles * chunks.n * len(chunks.parts), *args, tile=tile)
+    results = KeyGradients(array(grads.dk), array(grads.dv), None)
+    programs = chunks.tiles * chunks.cells * len(chunks.parts)
+    call.start(kernels_selected.add_chunks, programs, at.words, chunks, results, config, tile=tile)
 
 
 def _scores(problem: Problem, plan: Plan, extras: Extras, device: torch.device) -> Scores:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...mask import Mask
 from ...mask.forms import INF
-from . import encoding, tiles
+from . import tiles
 from .chip import multiprocessors
 from .kernels import decode as kernels
 from .kernels.common import Arrays
@@ -16,7 +16,6 @@ from .kernels.forward import Results
 from .kernels.masks import BOUNDS
 from .kernels.rows import Blocks
 from .launch import SMALL, AttentionLaunch
-from .selected import lists_of
 from .stored import array
 
 
@@ -42,15 +41,14 @@ def decode(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
 
 def selected(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
     """Compute the lists of selected keys, in ranges if there are few of them, then merge these into o and lse."""
-    p, of = call.problem, lists_of(call.problem, call.device)
+    p, of, at = call.problem, call.arrays.lists, call.lists(0)
     tile, keys = tiles.decode_tile(call.chip, p, call.arrays.k.page or 0, of.n * of.block), of.n * of.block
-    at = encoding.of_part(call.plan.parts[0], call.plan, call.device, scattered=True)
-    tile = tile._replace(BM=min(64, tiles.block(p.G * min(of.rows, p.Tq))))
+    tile = tile._replace(BM=min(64, tiles.block(p.G * of.rows)))
     blocks = of.groups * -(-of.rows * p.G // tile.BM)
     wanted = min(2 * multiprocessors(p.device) // max(1, p.B * p.Hk * blocks), keys // tiles.SPLIT_LEAST)
     each = -(-keys // max(1, wanted) // tile.BN) * tile.BN
     split = Split(blocks, max(1, -(-keys // max(1, each))), each)
-    _in_ranges(call, call.arrays._replace(words=at.words, lists=of), tile, at.mask, split, (o, lse))
+    _in_ranges(call, call.arrays._replace(words=at.words), tile, at.mask, split, (o, lse))
 
 
 def _in_ranges(

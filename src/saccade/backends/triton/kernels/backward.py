@@ -30,6 +30,7 @@ from .common import (
 )
 from .masks import list_of, place_of, segment, tile_of
 from .rows import load_rows, rows_of, store_rows
+from .selected import keys_at, list_at, row_block
 
 
 class Products(NamedTuple):
@@ -55,16 +56,14 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Rows of k and v, their keys j [BN], and which of them exist; the batch entry and query head of this step, the
-    first row of the class, the record of the head's mask."""
+    """Rows of k and v and their keys j [BN]; the batch entry, the query head or one head per row, and the record of the
+    mask of a step."""
 
     k: Any
     v: Any
     j: Any
-    ok: Any
     b: Any
     h: Any
-    start: Any
     record: Any
 
 
@@ -149,13 +148,47 @@ def wide(sums):
     return sums[0][None, :], sums[1][None, :], sums[2][None, :]
 
 
+@triton.jit
+def owned_rows(attention):
+    """What a program owns: (number of its tile or group, batch entry, heads, key head, rows t [BM], which exist, first
+    key of the class, first segment, end of the segments, record of the mask). Selected keys have no segments."""
+    BM: tl.constexpr = attention.config.BM
+    place = attention.place
+    if attention.arrays.lists is None:
+        cls, n, b, h, hk, tile = row_tile(place, BM)
+        first, last, record = list_of(place, cls, b, h, n)
+        owned = cls * place.n_tiles + n, b, h, hk, tile.at, tile.ok, tile.start, first, last, record
+    else:
+        n, b, h, hk, t, ok = row_block(place, attention.arrays.lists, BM)
+        first, _last, record = list_of(place, 0, b, hk * place.G, 0)
+        owned = n, b, h, hk, t, ok, 0, first, first, record
+    return owned
+
+
+@triton.jit
+def of_keys(queries, attention, j, ok, MASKED: tl.constexpr):
+    """(rows of k, P, raw, dS) of the queries and the keys j [BN] that are ok; raw is dS of the scores."""
+    config: tl.constexpr = attention.config
+    at = queries.b, queries.hk, j
+    key = rows_of(attention.arrays.k, at, ok, config.D, config.BLOCK_D, MASKED)
+    x = inner(queries.rows, key, config.D, config.BLOCK_D, config.EXACT)
+    value = rows_of(attention.arrays.v, at, ok, config.DV, config.BLOCK_DV, MASKED)
+    dp = inner(queries.do, value, config.DV, config.BLOCK_DV, config.EXACT)
+    pairs = Pairs(queries.b, queries.h, queries.t[:, None], j[None, :], queries.record)
+    s = score(x, attention.scores, attention.place, pairs)
+    seen = None
+    if MASKED:
+        seen = visible(s, attention, pairs, ok[None, :])
+    p, _, raw, ds = weights(s, x, dp, queries.sums, seen, pairs, attention)
+    return key.tile, p, raw, ds
+
+
 @triton.jit(do_not_specialize=["below", "seed_low", "seed_high"])
 def refine(arrays, weighed, scores, below, seed_low, seed_high, config: tl.constexpr):
     """Write Σ P of one part to share, Σ P dP to weighed; ADD: add to them; LAST: write 1 / Σ P and a new delta instead.
 
     The rounding of neither lse nor o then enters the gradients. This applies to rows that see no other keys, whose
-    weights with the sink's add up to 1 within lse's tolerance; other rows get 1 and keep their delta. Grid: as
-    `forward`.
+    weights with the sink's add up to 1 within lse's tolerance; other rows get 1 and keep their delta. Grid: as `dq`.
     """
     drop = Drop(below, seed_low, seed_high)
     _refine(weighed, Attention(arrays, scores, drop, place_of(arrays.words), config))
@@ -167,11 +200,11 @@ def _refine(weighed, attention):
     D: tl.constexpr = config.D
     DV: tl.constexpr = config.DV
     BM: tl.constexpr = config.BM
+    BN: tl.constexpr = config.BN
     place = attention.place
-    cls, tile_n, b, h, hk, tile = row_tile(place, BM)
-    t, ok = tile.at, tile.ok
+    lists = attention.arrays.lists
+    n, b, h, hk, t, ok, start, first, last, record = owned_rows(attention)
     at = (b.to(tl.int64) * place.Tq + t) * place.Hq + h
-    first, last, record = list_of(place, cls, b, h, tile_n)
     b_q = rows_of(attention.arrays.q, (b, h, t), ok, D, config.BLOCK_D, True)
     b_do = rows_of(attention.arrays.do, (b, h, t), ok, DV, config.BLOCK_DV, True)
     b_lse = tl.load(attention.arrays.lse + at, mask=ok, other=float("-inf"))
@@ -181,26 +214,26 @@ def _refine(weighed, attention):
         total = tl.load(attention.arrays.share + at, mask=ok, other=0.0)
         sum_dp = tl.load(weighed + at, mask=ok, other=0.0)
     sums = top[:, None], tl.full([BM, 1], 1.0, tl.float32), tl.zeros([BM, 1], tl.float32)
-    for n in range(first, last):
-        begin, end, _kind = segment(place, n)
-        for k0 in range(begin, end, config.BN):
-            c = k0 + tl.arange(0, config.BN)
-            keys = c < end
-            j = tile.start + place.step * c
-            b_k = rows_of(attention.arrays.k, (b, hk, j), keys, D, config.BLOCK_D, True)
-            x = inner(b_q, b_k, D, config.BLOCK_D, config.EXACT)
-            b_v = rows_of(attention.arrays.v, (b, hk, j), keys, DV, config.BLOCK_DV, True)
-            dp = inner(b_do, b_v, DV, config.BLOCK_DV, config.EXACT)
-            pairs = Pairs(b, h, t[:, None], j[None, :], record)
-            s = score(x, attention.scores, place, pairs)
-            seen = visible(s, attention, pairs, keys[None, :])
-            p, _used, raw, _ds = weights(s, x, dp, sums, seen, pairs, attention)
+    queries = Queries(b_q, b_do, sums, b, h, t, hk, start, record)
+    if lists is not None:
+        entries, stop = list_at(lists, b, hk, n)
+        for k0 in range(0, stop, BN):
+            j, inside = keys_at(place, lists, entries, k0, stop, BN)
+            _k, p, raw, _ds = of_keys(queries, attention, j, inside, True)
+            total += tl.sum(p, 1)
+            sum_dp += tl.sum(raw, 1)
+    for m in range(first, last):
+        begin, end, _kind = segment(place, m)
+        for k0 in range(begin, end, BN):
+            c = k0 + tl.arange(0, BN)
+            _k, p, raw, _ds = of_keys(queries, attention, start + place.step * c, c < end, True)
             total += tl.sum(p, 1)
             sum_dp += tl.sum(raw, 1)
     if config.LAST:
         whole = total
         if attention.scores.sinks is not None:
-            whole += tl.where(b_lse == float("-inf"), 0.0, tl.exp(tl.load(attention.scores.sinks + h) - b_lse))
+            sink = tl.load(attention.scores.sinks + h, mask=ok, other=0.0)
+            whole += tl.where(b_lse == float("-inf"), 0.0, tl.exp(sink - b_lse))
         own = tl.abs(whole - 1.0) <= 9.5367431640625e-07 * tl.maximum(tl.abs(b_lse), 1.0)
         total = tl.where(own, 1.0 / whole, 1.0)
         x = sum_dp * total
@@ -213,41 +246,30 @@ def _refine(weighed, attention):
 
 
 @triton.jit
-def dq_step(state, queries, attention, grads, k0, end, MASKED: tl.constexpr):
-    """Add dS K of the class keys k0 <= a < min(k0 + BN, end) to acc [BM, BLOCK_D].
+def dq_step(state, queries, attention, grads, j, ok, MASKED: tl.constexpr):
+    """Add dS K of the keys j [BN] that are ok to acc [BM, BLOCK_D].
 
     Where grads ask for them, dS times its distance is added to slopes and dS to sums, [BM] both.
     """
-    config: tl.constexpr = attention.config
     acc, slopes, sums = state
-    t = queries.t[:, None]
-    a = k0 + tl.arange(0, config.BN)
-    j = queries.start + attention.place.step * a
-    ok, at = a < end, (queries.b, queries.hk, j)
-    key = rows_of(attention.arrays.k, at, ok, config.D, config.BLOCK_D, MASKED)
-    x = inner(queries.rows, key, config.D, config.BLOCK_D, config.EXACT)
-    value = rows_of(attention.arrays.v, at, ok, config.DV, config.BLOCK_DV, MASKED)
-    dp = inner(queries.do, value, config.DV, config.BLOCK_DV, config.EXACT)
-    pairs = Pairs(queries.b, queries.h, t, j[None, :], queries.record)
-    b_k = key.tile
-    s = score(x, attention.scores, attention.place, pairs)
-    seen = None
-    if MASKED:
-        seen = visible(s, attention, pairs, ok[None, :])
-    p, _, raw, ds = weights(s, x, dp, queries.sums, seen, pairs, attention)
+    b_k, p, raw, ds = of_keys(queries, attention, j, ok, MASKED)
     if MASKED:
         b_k = only(b_k, tl.max(p, 0) > 0.0)
     if grads.dslopes is not None:
+        pairs = Pairs(queries.b, queries.h, queries.t[:, None], j[None, :], queries.record)
         slopes -= tl.sum(raw * distance(attention.scores, pairs), 1)
     if grads.dscores is not None:
         sums += tl.sum(raw, 1)
-    acc = product(ds.to(b_k.dtype), b_k, acc, config.EXACT)
+    acc = product(ds.to(b_k.dtype), b_k, acc, attention.config.EXACT)
     return acc, slopes, sums
 
 
 @triton.jit(do_not_specialize=["below", "seed_low", "seed_high"])
 def dq(arrays, grads, scores, below, seed_low, seed_high, config: tl.constexpr):
-    """The gradients of the rows of one part; with ADD they are added to the stored dq. Grid: as `forward`."""
+    """The gradients of the rows of one part; with ADD they are added to the stored dq.
+
+    Grid: as `forward`; with selected keys that of `selected.row_block`.
+    """
     drop = Drop(below, seed_low, seed_high)
     _dq(grads, Attention(arrays, scores, drop, place_of(arrays.words), config))
 
@@ -259,30 +281,38 @@ def _dq(grads, attention):
     BN: tl.constexpr = config.BN
     BLOCK_D: tl.constexpr = config.BLOCK_D
     place = attention.place
-    cls, tile_n, b, h, hk, tile = row_tile(place, BM)
-    t, ok = tile.at, tile.ok
-    first, last, record = list_of(place, cls, b, h, tile_n)
+    lists = attention.arrays.lists
+    n, b, h, hk, t, ok, start, first, last, record = owned_rows(attention)
     b_q = rows_of(attention.arrays.q, (b, h, t), ok, config.D, config.BLOCK_D, True)
     b_do = rows_of(attention.arrays.do, (b, h, t), ok, config.DV, config.BLOCK_DV, True)
     of_rows = tall(sums_of(attention.arrays, place, b, h, t, ok))
-    queries = Queries(b_q, b_do, of_rows, b, h, t, hk, tile.start, record)
+    queries = Queries(b_q, b_do, of_rows, b, h, t, hk, start, record)
     acc = tl.zeros([BM, BLOCK_D], tl.float32)
     slopes, sums = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
-    for n in range(first, last):
-        begin, end, kind = segment(place, n)
+    if lists is not None:
+        entries, stop = list_at(lists, b, hk, n)
+        for k0 in range(0, stop, BN):
+            j, inside = keys_at(place, lists, entries, k0, stop, BN)
+            acc, slopes, sums = dq_step((acc, slopes, sums), queries, attention, grads, j, inside, True)
+    for m in range(first, last):
+        begin, end, kind = segment(place, m)
         edge = plain_end(begin, end, kind, attention.scores, BN)
         for k0 in range(begin, edge, BN):
-            acc, slopes, sums = dq_step((acc, slopes, sums), queries, attention, grads, k0, end, False)
+            c = k0 + tl.arange(0, BN)
+            j = start + place.step * c
+            acc, slopes, sums = dq_step((acc, slopes, sums), queries, attention, grads, j, c < end, False)
         # an empty loop would still fill its pipeline
         if edge < end:
             for k0 in range(edge, end, BN):
-                acc, slopes, sums = dq_step((acc, slopes, sums), queries, attention, grads, k0, end, True)
+                c = k0 + tl.arange(0, BN)
+                j = start + place.step * c
+                acc, slopes, sums = dq_step((acc, slopes, sums), queries, attention, grads, j, c < end, True)
     acc = acc * attention.scores.scale
     if config.ADD:
         acc += load_rows(grads.dq, (b, h, t), ok, config.D, config.BLOCK_D).to(tl.float32)
     store_rows(grads.dq, (b, h, t), ok, acc, config.D, config.BLOCK_D)
     if grads.dslopes is not None:
-        at = ((b * place.Hq + h) * place.n_classes + cls) * place.n_tiles + tile_n
+        at = (b * place.Hq + h) * place.n_classes * place.n_tiles + n
         tl.store(grads.dslopes + at, tl.sum(tl.where(ok, slopes, 0.0), 0))
     if grads.dscores is not None:
         add_sums(grads.dscores, (b * place.Hq + h) * place.Tq, t, ok, sums)
@@ -296,25 +326,25 @@ def add_sums(p, first, at, ok, sums):
 
 
 @triton.jit
-def dkdv_step(state, keys, attention, q0, end, MASKED: tl.constexpr, SUMS: tl.constexpr):
-    """Add dSᵀ Q and Pᵀ dO of the class rows q0 <= a < min(q0 + BM, end) to dk and dv, and with SUMS dS to sums [BN]."""
+def dkdv_step(state, keys, attention, t, rows, inside, MASKED: tl.constexpr, SUMS: tl.constexpr):
+    """Add dSᵀ Q and Pᵀ dO of the rows t [BM] that exist to dk and dv, and with SUMS dS to sums [BN].
+
+    inside: the pairs [BN, BM] that the mask's test applies to, others are not visible; unused without MASKED.
+    """
     config: tl.constexpr = attention.config
     dk, dv, total = state
-    j, keys_ok = keys.j[:, None], keys.ok[:, None]
-    a = q0 + tl.arange(0, config.BM)
-    t = keys.start + attention.place.step * a
-    rows, at = a < end, (keys.b, keys.h, t)
+    at = keys.b, keys.h, t
     query = rows_of(attention.arrays.q, at, rows, config.D, config.BLOCK_D, MASKED)
     grad = rows_of(attention.arrays.do, at, rows, config.DV, config.BLOCK_DV, MASKED)
     sums = wide(sums_of(attention.arrays, attention.place, keys.b, keys.h, t, rows))
     x = inner(keys.k, query, config.D, config.BLOCK_D, config.EXACT)
     dp = inner(keys.v, grad, config.DV, config.BLOCK_DV, config.EXACT)
     b_q, b_do = query.tile, grad.tile
-    pairs = Pairs(keys.b, keys.h, t[None, :], j, keys.record)
+    pairs = Pairs(keys.b, keys.h, t[None, :], keys.j[:, None], keys.record)
     s = score(x, attention.scores, attention.place, pairs)
     seen = None
     if MASKED:
-        seen = visible(s, attention, pairs, rows[None, :] & keys_ok)
+        seen = visible(s, attention, pairs, inside)
     p, used, raw, ds = weights(s, x, dp, sums, seen, pairs, attention)
     if MASKED:
         some = tl.max(p, 0) > 0.0
@@ -360,17 +390,22 @@ def _dkdv(grads, attention):
     for g in range(place.G):
         h = hk * place.G + g
         first, last, record = list_of(place, cls, b, h, n)
-        keys = Keys(b_k, b_v, j, ok, b, h, tile.start, record)
+        keys = Keys(b_k, b_v, j, b, h, record)
         sums = tl.zeros([BN], tl.float32)
         for m in range(first, last):
             begin, end, kind = segment(place, m)
             edge = plain_end(begin, end, kind, attention.scores, BM)
             for q0 in range(begin, edge, BM):
-                acc_k, acc_v, sums = dkdv_step((acc_k, acc_v, sums), keys, attention, q0, end, False, SUMS)
+                a = q0 + tl.arange(0, BM)
+                t = tile.start + place.step * a
+                acc_k, acc_v, sums = dkdv_step((acc_k, acc_v, sums), keys, attention, t, a < end, None, False, SUMS)
             # an empty loop would still fill its pipeline
             if edge < end:
                 for q0 in range(edge, end, BM):
-                    acc_k, acc_v, sums = dkdv_step((acc_k, acc_v, sums), keys, attention, q0, end, True, SUMS)
+                    a = q0 + tl.arange(0, BM)
+                    t, rows = tile.start + place.step * a, a < end
+                    inside = rows[None, :] & ok[:, None]
+                    acc_k, acc_v, sums = dkdv_step((acc_k, acc_v, sums), keys, attention, t, rows, inside, True, SUMS)
         if grads.dscores is not None:
             add_sums(grads.dscores, (b * place.Hq + h) * place.Tk, j, ok, sums)
     acc_k = acc_k * attention.scores.scale

@@ -15,6 +15,7 @@ from .common import START, Attention, Drop, log_add, power
 from .forward import Queries, fold, fold_keys
 from .masks import FULL, list_of, place_of, segment
 from .rows import rows_of, store_rows
+from .selected import keys_at, list_at, rows_of_groups
 
 
 class Ranges(NamedTuple):
@@ -25,20 +26,6 @@ class Ranges(NamedTuple):
     right: Any
     keys: Any
     n: Any
-
-
-class Lists(NamedTuple):
-    """Selected keys: lists p, int32 [1 | B, Hk, groups, n] of blocks, ascending and without repetitions, and how many
-    entries of each count, [1 | B, Hk, groups]. b: lists per batch entry, or 0; block: keys per entry; rows: rows of a
-    group."""
-
-    p: Any
-    counts: Any
-    b: Any
-    groups: Any
-    n: Any
-    block: Any
-    rows: Any
 
 
 @triton.jit
@@ -88,14 +75,9 @@ def _decode(results, ranges, attention):
     lists = attention.arrays.lists
     if lists is None:
         r = block * BM + tl.arange(0, BM)
-        t, ok = r // place.G, r < place.Tq * place.G
+        t, h, ok = r // place.G, hk * place.G + r % place.G, r < place.Tq * place.G
     else:
-        tiles = (lists.rows * place.G + BM - 1) // BM
-        group, block = block // tiles, block % tiles
-        r = block * BM + tl.arange(0, BM)
-        t = group * lists.rows + r // place.G
-        ok = (r < lists.rows * place.G) & (t < place.Tq)
-    h = hk * place.G + r % place.G
+        group, t, h, ok = rows_of_groups(place, lists, hk, block, BM)
     rows = rows_of(attention.arrays.q, (b, h, t), ok, config.D, config.BLOCK_D, True)
     acc = tl.zeros([BM, BLOCK_DV], tl.float32)
     m = tl.full([BM], START, tl.float32)
@@ -112,13 +94,11 @@ def _decode(results, ranges, attention):
     if lists is not None:
         # no segments: only the list
         last = first
-        entry = b * lists.b + hk * lists.groups + group
-        entries = lists.p + entry.to(tl.int64) * lists.n
-        end = tl.minimum((split + 1) * ranges.keys, tl.load(lists.counts + entry) * lists.block)
+        entries, end = list_at(lists, b, hk, group)
+        end = tl.minimum((split + 1) * ranges.keys, end)
         for k0 in range(split * ranges.keys, end, BN):
-            a = k0 + tl.arange(0, BN)
-            j = tl.load(entries + a // lists.block, mask=a < end, other=0) * lists.block + a % lists.block
-            acc, m, l = fold_keys((acc, m, l), queries, attention, j, (a < end) & (j < place.Tk), None, True)
+            j, inside = keys_at(place, lists, entries, k0, end, BN)
+            acc, m, l = fold_keys((acc, m, l), queries, attention, j, inside, None, True)
     for n in range(first, last):
         if attention.arrays.lengths is None:
             begin, end, kind = segment(place, n)

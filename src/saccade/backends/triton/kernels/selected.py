@@ -1,0 +1,57 @@
+"""Selected keys: lists of blocks for groups of rows, and the same lists transposed for the owners of keys."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+import triton
+
+
+class Lists(NamedTuple):
+    """Lists p, int32 [1 | B, Hk, groups, n] of blocks, ascending and without repetitions, and how many entries of each
+    count, [1 | B, Hk, groups]. b: lists per batch entry, or 0; block: keys per entry; rows: rows of a group."""
+
+    p: Any
+    counts: Any
+    b: Any
+    groups: Any
+    n: Any
+    block: Any
+    rows: Any
+
+
+@triton.jit
+def rows_of_groups(place, lists, hk, i, BM: tl.constexpr):
+    """(group, rows t, heads, which exist) of block i; row r of a group is query r // G of head hk G + r mod G."""
+    blocks = (lists.rows * place.G + BM - 1) // BM
+    group = i // blocks
+    r = i % blocks * BM + tl.arange(0, BM)
+    t = group * lists.rows + r // place.G
+    return group, t, hk * place.G + r % place.G, (r < lists.rows * place.G) & (t < place.Tq)
+
+
+@triton.jit
+def row_block(place, lists, BM: tl.constexpr):
+    """(group, batch entry, heads, key head, rows t, which exist) of a program. Grid: blocks of groups x B x Hk."""
+    i = tl.program_id(0)
+    Hk = place.Hq // place.G
+    hk, i = i % Hk, i // Hk
+    group, t, h, ok = rows_of_groups(place, lists, hk, i // place.B, BM)
+    return group, i % place.B, h, hk, t, ok
+
+
+@triton.jit
+def list_at(lists, b, hk, group):
+    """(entries, number of keys) of the list of a group."""
+    at = b * lists.b + hk * lists.groups + group
+    return lists.p + at.to(tl.int64) * lists.n, tl.load(lists.counts + at) * lists.block
+
+
+@triton.jit
+def keys_at(place, lists, entries, first, end, BN: tl.constexpr):
+    """The keys first <= a < min(first + BN, end) of a list, and which of them exist."""
+    a = first + tl.arange(0, BN)
+    j = tl.load(entries + a // lists.block, mask=a < end, other=0) * lists.block + a % lists.block
+    return j, (a < end) & (j < place.Tk)
