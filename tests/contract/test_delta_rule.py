@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,29 @@ def test_products_are_the_published_steps(backend, dtype, seed) -> None:
     o, state = recurrent.gated_delta_rule(**given, return_state=True, backend=backend)
     torch.testing.assert_close(o, torch.stack(outputs, 1), rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(state, S, rtol=1e-11, atol=1e-11)
+
+
+def betas_of_channels(decay: str) -> run.Op:
+    """The rule with a beta per value channel, and no decay, or one per head or key channel."""
+
+    def arrays(rng: np.random.Generator, s: Sizes) -> dict[str, Any]:
+        rows = run.by_name("gated_delta_rule").make(rng, s)
+        rows["beta"] = rng.uniform(0, 1, rows["v"].shape)
+        if not decay:
+            del rows["g"]
+        if decay == "channel":
+            rows["g"] = -rng.exponential(0.3, (s.B, s.T, s.H, s.K))
+        return rows
+
+    return replace(run.by_name("gated_delta_rule"), name=f"betas of channels {decay}", make=arrays)
+
+
+@pytest.mark.parametrize("borders", [None, (0, 7, 7, 20)])
+@pytest.mark.parametrize("decay", ["", "head", "channel"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_a_beta_per_value_channel(backend, dtype, decay, borders, seed) -> None:
+    sizes = Sizes(1 if borders else 2, 20, 2, 1, 8, 3, borders)
+    require(run.verify(betas_of_channels(decay), sizes, dtype, backend, seed), f"{decay} {dtype} {borders}")
 
 
 @pytest.mark.parametrize("dtype", ["float32"])

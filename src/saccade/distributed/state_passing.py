@@ -88,6 +88,10 @@ def bind(op: Callable[..., Any], arrays: Sequence[Any], options: Arrays) -> Recu
     for n, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{n} is {type(x).__name__}; expected a torch tensor, the slice of this rank")
+    if name == "gated_delta_rule" and tensors["k"].ndim == tensors["beta"].ndim == 4:
+        raise ValueError(
+            f"beta has shape {list(tensors['beta'].shape)}; expected [B, n, H], a beta per head, over ranks"
+        )
     return RecurrentCall(name, tensors, {n: x for n, x in arguments.items() if n not in known})
 
 

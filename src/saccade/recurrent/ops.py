@@ -11,7 +11,7 @@ from ..arrays import is_mlx, namespace
 from ..operands import number
 from .family import Family, kind_of
 from .problem import MAPS, MATRIX, MatrixOptions
-from .steps import in_steps, last_steps
+from .steps import from_columns, in_columns, in_steps, last_steps
 
 
 def linear_attention(
@@ -178,7 +178,8 @@ def gated_delta_rule(
         q, k, v: as in `scalar_decay`, or k [B, T, n, Hk, K], v [B, T, n, H, V] and beta [B, T, n, H] for n steps. Keys
             are not normalised here: the state stays bounded if |k| is 1 and beta is between 0 and 1, or up to 2.
         beta: [B, T, H], the share of the state's value for a key that the new value replaces. In the dtype of q or
-            float32.
+            float32. With one per value channel, [B, T, H, V], each channel is computed as a head of its own, which
+            takes V times the work and memory of a head.
         g: [B, T, H] or [B, T, H, K], logarithm of the decay of a head or of each of its key channels, at most 0; -inf
             resets the state or a channel. In the dtype of q or float32. None for no decay.
         scale, initial_state, return_state, cu_seqlens, chunk, backend: as in `scalar_decay`.
@@ -195,8 +196,12 @@ def gated_delta_rule(
         raise ValueError(f"g is {kind_of(g)}; expected [B, T, H] or [B, T, H, K], a decay per head or channel, or None")
     arrays = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
     several = len(getattr(k, "shape", ())) == 5
+    by_column = not several and len(getattr(beta, "shape", ())) == 4
+    rewrite = in_steps if several else in_columns if by_column else dict
     options = MatrixOptions("delta", scale=scale, chunk=chunk, return_state=bool(return_state), backend=backend)
-    o, state = compute(MATRIX, in_steps(arrays) if several else arrays, options)
+    o, state = compute(MATRIX, rewrite(arrays), options)
+    if by_column:
+        o, state = from_columns(o, state, v.shape[2])
     o = last_steps(o, k.shape[1]) if several else o
     return (o, state) if return_state else o
 

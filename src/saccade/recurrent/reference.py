@@ -69,7 +69,8 @@ def matrix_state_backward(
             grads["q"][rows, t] = r(outer * along(after if opt.causal else walk.final[n], do[rows, t]))
             dk, du = along(dS, walk.u[t, n.start]), r(down(dS, walk.k[rows, t]))
             dv = r(walk.beta[rows, t] * du)
-            grads["beta"][rows, t] = r((du * walk.e[t, n.start]).sum(-1, keepdims=True))
+            db = du * walk.e[t, n.start]
+            grads["beta"][rows, t] = r(db if walk.beta.shape[3] > 1 else db.sum(-1, keepdims=True))
             if opt.rule == "delta":
                 dk, dS = dk - along(before, dv), r(dS - product(walk.k[rows, t], dv))
             grads["k"][rows, t], grads["v"][rows, t] = r(dk), dv
@@ -99,7 +100,7 @@ def _walk(
     r, shape = rounding(opt.dtype), v.shape[:3]
     q, k = (r(features(r(x), opt.feature_map, _scale(opt, q))).repeat(shape[2] // x.shape[2], 2) for x in (q, k))
     values = r(np.concatenate([v, np.ones((*shape, int(opt.normalize)))], -1))
-    b = np.ones((*shape, 1)) if beta is None else r(beta)[..., None]
+    b = np.ones((*shape, 1)) if beta is None else r(beta).reshape(*shape, -1)
     decay = np.ones((*shape, 1)) if g is None else r(np.exp(r(g))).reshape(*shape, -1)
     N = shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     final = np.zeros((N, shape[2], k.shape[3], values.shape[3])) if initial_state is None else r(initial_state).copy()

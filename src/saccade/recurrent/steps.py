@@ -1,4 +1,4 @@
-"""Several steps of the delta rule per token, as calls of one step per token."""
+"""Delta rules with several steps per token or a beta per value channel, as calls of the plain rule."""
 
 from __future__ import annotations
 
@@ -30,6 +30,34 @@ def in_steps(arrays: Arrays) -> Arrays:
 def last_steps(o: Any, T: int) -> Any:
     """The outputs [B, T, H, V] after the last step of each of T tokens, from those of all steps."""
     return o.reshape(o.shape[0], T, o.shape[1] // T, *o.shape[2:])[:, :, -1] if T else o
+
+
+def in_columns(arrays: Arrays) -> Arrays:
+    """The arrays of H · V heads with one value channel each, for beta [B, T, H, V].
+
+    Raises ValueError if shapes do not fit together.
+    """
+    q, v, beta, g, S = (arrays[name] for name in ("q", "v", "beta", "g", "initial_state"))
+    shape = tuple(getattr(v, "shape", ()))
+    if tuple(beta.shape) != shape:
+        raise ValueError(f"beta is {kind_of(beta)}; expected [B, T, H], or [B, T, H, V] = {list(shape)}")
+    heads, xp = (*shape[:2], shape[2] * shape[3]), sys.modules["mlx.core"] if is_mlx(v) else namespace(v)
+    if g is not None:
+        if tuple(g.shape[:3]) != shape[:3]:
+            raise ValueError(f"g is {kind_of(g)}; expected [B, T, H] or [B, T, H, K] with B, T, H = {list(shape[:3])}")
+        g = xp.broadcast_to(g[:, :, :, None], (*shape, *g.shape[3:])).reshape(*heads, *g.shape[3:])
+    if S is not None:
+        K = q.shape[-1]
+        if tuple(getattr(S, "shape", ()))[1:] != (shape[2], K, shape[3]):
+            raise ValueError(f"initial_state is {kind_of(S)}; expected [N, H, K, V] = [N, {shape[2]}, {K}, {shape[3]}]")
+        S = S.swapaxes(2, 3).reshape(len(S), heads[2], K, 1)
+    return {**arrays, "v": v.reshape(*heads, 1), "beta": beta.reshape(*heads), "g": g, "initial_state": S}
+
+
+def from_columns(o: Any, state: Any, H: int) -> tuple[Any, Any]:
+    """o [B, T, H, V] and the state [N, H, K, V] of the outputs of `in_columns`' arrays."""
+    N, heads, K, _ = state.shape
+    return o.reshape(*o.shape[:2], H, heads // H), state.reshape(N, H, heads // H, K).swapaxes(2, 3)
 
 
 def _flat(x: Any) -> Any:
