@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import saccade
 from saccade import mask as masks
 
 torch = pytest.importorskip("torch")
+from saccade.caches.latent import IndexedLatentKVCache, LatentKVCache  # noqa: E402
 from saccade.models import indexer as module  # noqa: E402
+from saccade.models.deepseek import LatentAttention  # noqa: E402
+from saccade.models.deepseek_config import DeepSeekConfig  # noqa: E402
 from saccade.models.indexer import Index, LightningIndexer, best_keys, indexer_loss  # noqa: E402
 from saccade.rope import angles  # noqa: E402
 
@@ -63,7 +68,7 @@ def best_of(scores, count: int):
 
 def loss_of(scores, q, k, seen, scale):
     """The loss [T] of one sequence over the pairs `seen` [T, T]."""
-    k = k.repeat_interleave(HEADS // KV_HEADS, 1)
+    k = k.repeat_interleave(HEADS // k.shape[1], 1)
     s = torch.einsum("thd,shd->hts", q, k) * scale
     p = s.masked_fill(~seen, -torch.inf).softmax(-1).sum(0)
     p = (p / p.sum(-1, keepdim=True)).detach()
@@ -150,3 +155,84 @@ def test_refused() -> None:
         indexer_loss(index, q[:, 1:], k)
     with pytest.raises(ValueError, match=r"selected \[2, 2, 9, 3\]; expected .* \[2, 1, 9, n\]"):
         indexer_loss(index, q, k, torch.zeros(2, 2, 9, 3, dtype=torch.int64))
+
+
+def latent_layer(count: int = 5):
+    torch.manual_seed(0)
+    config = DeepSeekConfig(
+        vocab_size=8, hidden_size=WIDTH, num_attention_heads=HEADS, model_type="deepseek_v32", q_lora_rank=12,
+        kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, index_topk=count, index_n_heads=16,
+        index_head_dim=6,
+    )  # fmt: skip
+    return LatentAttention(config).double()
+
+
+@pytest.mark.parametrize("absorbed", [True, False, None])
+@pytest.mark.parametrize("T", [4, 30])
+def test_latent_attention(T, absorbed) -> None:
+    """The layer and its loss against latent attention with a dense mask of the chosen keys."""
+    layer, x = latent_layer(), torch.randn(B, T, WIDTH, dtype=torch.float64, requires_grad=True)
+    layer.absorbed, turn = absorbed, angles(x, torch.arange(T), 4)
+    o = layer(x, turn, masks.causal())
+    q, k, v = layer.project(x, turn)
+    source = layer.q_a_layernorm(layer.q_a_proj(x))
+    scores = [scores_of(layer.indexer, *pair, turn) for pair in zip(x, source, strict=True)]
+    seen = torch.stack([best_of(one, 5) for one in scores])
+    s = torch.einsum("bthd,bshd->bhts", q, k).div(10**0.5).masked_fill(~seen[:, None], -torch.inf)
+    want = layer.o_proj(torch.einsum("bhts,bshd->bthd", s.softmax(-1), v).flatten(2))
+    torch.testing.assert_close(o, want, rtol=1e-10, atol=1e-12)
+    weight = torch.randn_like(o)
+    inputs = [x, *(one for name, one in layer.named_parameters() if not name.startswith("indexer"))]
+    for a, b in zip(*(torch.autograd.grad((y * weight).sum(), inputs) for y in (o, want)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+    for dense in (True, False):
+        loss = layer.index_loss(x, turn, dense)
+        pairs = torch.ones_like(seen).tril() if dense else seen
+        want = torch.stack([loss_of(*one, 10**-0.5) for one in zip(scores, q, k, pairs, strict=True)])
+        torch.testing.assert_close(loss, want, rtol=1e-10, atol=1e-12)
+        trained = torch.autograd.grad(loss.sum(), [x, *layer.parameters()], allow_unused=True)
+        names = ["x", *(name for name, _ in layer.named_parameters())]
+        assert [name for name, one in zip(names, trained, strict=True) if one is not None] == [
+            name for name in names if name.startswith("indexer")
+        ]
+
+
+def test_latent_caches_of_different_lengths() -> None:
+    layer, x = latent_layer(), torch.randn(B, 30, WIDTH, dtype=torch.float64)
+    turn = angles(x, torch.arange(30), 4)
+    with torch.no_grad():
+        whole = layer(x, turn, masks.causal())
+        cache = IndexedLatentKVCache(B, 30, 10, 4, 6, dtype=torch.float64, fill=float("nan"))
+        layer(x[:, :20], tuple(one[:20] for one in turn), masks.causal(), cache)
+        # the second sequence continues at token 12
+        cache.lengths = torch.tensor([20, 12], dtype=torch.int32)
+        for step in range(8):
+            at = torch.tensor([20, 12]) + step
+            one = torch.stack([row[n] for row, n in zip(x, at, strict=True)])[:, None]
+            o = layer(one, tuple(part[at][:, None] for part in turn), masks.causal(), cache)[:, 0]
+            want = torch.stack([row[n] for row, n in zip(whole, at, strict=True)])
+            torch.testing.assert_close(o, want, rtol=1e-10, atol=1e-12)
+        cache.evict(2, 9)
+        assert cache.index.shape == (B, 30, 1, 6)
+        with pytest.raises(ValueError, match="the indexer's keys would not be rotated"):
+            cache.evict(2, 4, rotation={})
+        with pytest.raises(TypeError, match="expected append_indexed"):
+            cache.append(*cache.k[:, :1, 0].split([10, 4], -1))
+        with pytest.raises(ValueError, match="LatentKVCache with an indexer; expected one rank, and caches of"):
+            layer(x, turn, masks.causal(), LatentKVCache(B, 30, 10, 4, dtype=torch.float64))
+        with pytest.raises(ValueError, match=r"mask is full\(\); expected causal\(\)"):
+            layer(x, turn, masks.full())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "deepseek_v3"}, "index_topk=5 in a model of type deepseek_v3"),
+        ({"index_topk": 0}, "index_topk=0 in a model of type deepseek_v32"),
+        ({"q_lora_rank": 0}, "expected a rank"),
+        ({"index_head_dim": 2}, "at least qk_rope_head_dim=4"),
+    ],
+)
+def test_refused_configs(changes, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        replace(latent_layer().config, **changes)
