@@ -138,6 +138,18 @@ def test_the_last_queries_of_sequences_of_different_lengths() -> None:
             assert torch.equal(some[b, 0].sort().values, every[b, 0, at].sort().values)
 
 
+@pytest.mark.parametrize("count", [None, 9])
+def test_the_backward_keeps_no_scores(count) -> None:
+    layer, x, q, k, _ = inputs(200)
+    index, kept = layer(x), {}
+    best = None if count is None else best_keys(index, count)
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.setdefault(one.data_ptr(), one), lambda one: one):
+        indexer_loss(index, q, k, best).sum()
+    # the parts of the index, q, k and the lists, per query
+    sizes = layer.heads * (layer.size + 1) + layer.size + HEADS * D + KV_HEADS * D + (count or 0)
+    assert B * 200 <= sum(one.numel() for one in kept.values()) <= B * 200 * (sizes + 10)
+
+
 def test_low_precision() -> None:
     layer, x, q, k, _ = inputs(30)
     want = indexer_loss(layer(x), q, k)
