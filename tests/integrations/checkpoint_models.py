@@ -41,7 +41,7 @@ KIMI = SMALL | {
     "num_local_experts": 8, "num_experts_per_tok": 3, "kv_lora_rank": 16, "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 8, "v_head_dim": 10, "linear_head_dim": 8, "linear_num_heads": 3,
 }  # fmt: skip
-LATENT = ["deepseek v3", "deepseek v3, yarn", "deepseek v2", "deepseek v2 lite"]
+LATENT = ["deepseek v3", "deepseek v3, yarn", "deepseek v2", "deepseek v2 lite", "deepseek v3.2"]
 STACKS = ["mamba", "mamba2", "jamba", "recurrent gemma", "qwen3 next", "kimi linear"]
 MODELS = {
     "llama": lambda: hf.LlamaConfig(**SMALL),
@@ -73,6 +73,8 @@ MODELS = {
         **DEEPSEEK, topk_method="group_limited_greedy", routed_scaling_factor=1.7, rope_parameters=YARN
     ),
     "deepseek v2 lite": lambda: hf.DeepseekV2Config(**DEEPSEEK | {"q_lora_rank": None}, n_shared_experts=2),
+    # few index heads would give several keys the score 0
+    "deepseek v3.2": lambda: hf.DeepseekV32Config(**DEEPSEEK, index_topk=13, index_n_heads=24, index_head_dim=12),
     "mamba": lambda: hf.MambaConfig(**RECURRENT),
     "mamba untied, with biases": lambda: hf.MambaConfig(
         **RECURRENT, tie_word_embeddings=False, use_bias=True, use_conv_bias=False, conv_kernel=3, time_step_rank=5

@@ -143,6 +143,40 @@ class LatentKVCache(_Latent, KVCache):
         super().append(k, k[..., : self.sizes[1]], lengths)
 
 
+class IndexedLatentKVCache(LatentKVCache):
+    """A `LatentKVCache` that also stores the key of an indexer for each token (DeepSeek-V3.2, 2025), never as a code.
+
+    index: [batch, capacity, 1, index_dim].
+    """
+
+    def __init__(
+        self, batch: int, capacity: int, latent_dim: int, rope_dim: int, index_dim: int, **options: Any
+    ) -> None:
+        super().__init__(batch, capacity, latent_dim, rope_dim, **options)
+        self.index = self._arrays.full((batch, capacity, 1, index_dim), 0.0)
+
+    @property
+    def arrays(self) -> list[Any]:
+        return [*super().arrays, self.index]
+
+    def append_indexed(self, latent: Any, k_rope: Any, index: Any) -> None:
+        """`append` with index [batch, T, index_dim], the keys of the indexer."""
+        self._arrays.check("index", index)
+        before, T = self.lengths, int(index.shape[1])
+        super().append(latent, k_rope)
+        rows = index.reshape(-1, 1, index.shape[-1])
+        self._arrays.write([(rows, self.index, None, None)], *self._arrays.slots(before, T, None), None)
+
+    def append(self, latent: Any, k_rope: Any, lengths: Any = None, *, rotation: Rotation | None = None) -> None:
+        """Refused: use `append_indexed`."""
+        raise TypeError("append lacks the indexer's keys; expected append_indexed(latent, k_rope, index)")
+
+    def check_rotation(self, rotation: Any) -> None:
+        """Raises ValueError for a rotation, which would leave the indexer's keys at their old positions."""
+        if rotation is not None:
+            raise ValueError(f"rotation is {rotation}; expected None: the indexer's keys would not be rotated")
+
+
 class PagedLatentKVCache(_Latent, PagedKVCache):
     """A `PagedKVCache` of latent attention, with rows as in `LatentKVCache`.
 

@@ -26,6 +26,8 @@ def attended(model: blocks.Decoder, tokens: Sequence[int], backend: str | None =
         mask = next(x for x in inputs if isinstance(x, Mask))
         project = cast("gpt2.Attention | blocks.Attention | deepseek.LatentAttention", module).project
         q, k, _ = project(*inputs[: 1 if isinstance(module, gpt2.Attention) else 2])
+        if isinstance(module, deepseek.LatentAttention):
+            mask = module.narrowed(inputs[0], inputs[1], mask)
         identity = torch.eye(len(tokens), dtype=q.dtype)[None, :, None].expand(-1, -1, k.shape[2], -1)
         o = api.attention(q, k, identity, mask, backend=backend)
         heads.append(o[0].transpose(0, 1).float().numpy())

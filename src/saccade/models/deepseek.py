@@ -1,6 +1,6 @@
-"""DeepSeek-V2 and V3, with parameters named as in the Hugging Face layout: latent attention and experts.
+"""DeepSeek-V2, V3 and V3.2, with parameters named as in the Hugging Face layout: latent attention and experts.
 
-Source: DeepSeek-AI 2024 (DeepSeek-V2, DeepSeek-V3).
+Source: DeepSeek-AI 2024 (DeepSeek-V2, DeepSeek-V3), 2025 (DeepSeek-V3.2).
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from .. import api
+from .. import mask as masks
 from ..caches.contiguous import KVCache
-from ..caches.latent import LatentKVCache, PagedLatentKVCache
+from ..caches.latent import IndexedLatentKVCache, LatentKVCache, PagedLatentKVCache
 from ..caches.ragged import paged_attention
-from ..distributed.context import Where
+from ..distributed.context import ContextParallel, Where
 from ..rope import rotated
 from .blocks import Block, Cached, PagedTokens, RMSNorm, SwiGLU, attend
 from .deepseek_config import DeepSeekConfig
 from .experts import SharedExperts
+from .indexer import Index, LightningIndexer, best_keys, indexer_loss
 from .llama import Llama
 from .states import Turn
 from .weights import Tensors
@@ -38,7 +40,8 @@ class LatentAttention(nn.Module):
 
     absorbed: whether the up-projections of keys and values are multiplied into q and o, so that attention reads latent
     rows as its only key head, instead of being applied to every row. None absorbs wherever a cache has earlier tokens,
-    because a few queries then read many rows. Both compute the same numbers except for rounding.
+    because a few queries then read many rows, and wherever an indexer chooses the rows. Both compute the same numbers
+    except for rounding.
     """
 
     def __init__(self, config: DeepSeekConfig | HybridConfig, absorbed: bool | None = None) -> None:
@@ -61,6 +64,10 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = RMSNorm(rank, LATENT_EPS)
         self.kv_b_proj = nn.Linear(rank, heads * (self.parts[0] + config.v_head_dim), bias=False)
         self.o_proj = nn.Linear(heads * config.v_head_dim, width, bias=bias)
+        self.indexer = None
+        if isinstance(config, DeepSeekConfig) and config.index_topk:
+            sizes = config.index_n_heads, config.index_head_dim, config.index_topk
+            self.indexer = LightningIndexer(width, config.q_lora_rank, *sizes)
 
     def project(self, x: Tensor, turn: Turn | None) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, width] -> q and k [B, T, H, D], v [B, T, H, Dv]; scores of q and k are those of 1 / √D."""
@@ -93,24 +100,86 @@ class LatentAttention(nn.Module):
         """x [B, T, width] -> [B, T, width]; with a cache, the T tokens are first appended to it, and see all of it."""
         latent, keys = self.rows(x, turn)
         first = cache is None or (isinstance(cache, KVCache) and not int(cache.lengths.max()))
-        if isinstance(cache, PagedTokens):
-            cast("PagedLatentKVCache", cache.pages).append(cache.sequences, latent[0], keys[0], cache.cu)
-        elif cache is not None:
-            cast("LatentKVCache", cache).append(latent, keys)
-        if self.absorbed or (self.absorbed is None and not first):
+        index = self.index(x, turn)
+        self._append(latent, keys, index, cache, backend)
+        best = None if index is None else self._best(index, mask, cache)
+        absorbed = not first or best is not None if self.absorbed is None else self.absorbed
+        if best is not None:
+            mask = masks.causal() & masks.select(best if absorbed else self._each_head(best))
+        if absorbed:
             o = self._absorbed(x, turn, mask, latent, keys, cache, backend)
         else:
             o = self._expanded(x, turn, mask, latent, keys, None if first else cache, backend)
         return self.o_proj(o.flatten(-2))
 
+    def index(self, x: Tensor, turn: Turn | None) -> Index | None:
+        """What the indexer scores the tokens of x by; None without an indexer."""
+        if self.indexer is None:
+            return None
+        with torch.no_grad():
+            source = self.q_a_layernorm(self.q_a_proj(x))
+        return self.indexer(x, source, turn)
+
+    def narrowed(self, x: Tensor, turn: Turn | None, mask: Mask | None) -> Mask | None:
+        """The mask of expanded heads without a cache: with the keys that the indexer chooses, if there is one."""
+        index = self.index(x, turn)
+        best = None if index is None else self._best(index, mask, None)
+        return mask if best is None else masks.causal() & masks.select(self._each_head(best))
+
+    def _each_head(self, best: Tensor) -> Tensor:
+        return best.expand(-1, self.config.num_attention_heads, -1, -1)
+
+    def index_loss(self, x: Tensor, turn: Turn | None, dense: bool = False) -> Tensor:
+        """The loss [B, T] of the indexer on x [B, T, width], the input of this layer (`indexer_loss`).
+
+        dense: over all keys up to a query's own, as in the warm-up, instead of those that the indexer chooses. The
+        layer itself attends to all keys if `indexer.count` is at least T. Raises ValueError without an indexer.
+        """
+        index = self.index(x, turn)
+        if self.indexer is None or index is None:
+            raise ValueError("index_loss of a layer without an indexer; expected a config with index_topk")
+        with torch.no_grad():
+            q, k = self._absorbed_queries(x, turn), torch.cat(self.rows(x, turn), -1)[:, :, None]
+        best = None if dense else best_keys(index, self.indexer.count)
+        return indexer_loss(index, q, k, best, sum(self.parts) ** -0.5)
+
+    def _best(self, index: Index, mask: Mask | None, cache: Cached | None) -> Tensor | None:
+        # the keys that the indexer chooses, [B, 1, T, n]; None if these are all
+        count, lengths = cast("LightningIndexer", self.indexer).count, None
+        if isinstance(cache, IndexedLatentKVCache):
+            lengths = cache.lengths
+            index = index._replace(k=cache.index[:, : int(lengths.max()), 0])
+        if index.k.shape[1] <= count:
+            return None
+        if mask != masks.causal():
+            raise ValueError(
+                f"mask is {mask}; expected causal(), in which the indexer chooses {count} keys of each query"
+            )
+        return best_keys(index, count, lengths)
+
+    def _append(self, latent: Tensor, keys: Tensor, index: Index | None, cache: Cached | None, backend: Where) -> None:
+        if index is not None:
+            if isinstance(backend, ContextParallel) or not isinstance(cache, IndexedLatentKVCache | None):
+                kind = type(backend if isinstance(backend, ContextParallel) else cache).__name__
+                raise ValueError(f"{kind} with an indexer; expected one rank, and caches of make_caches")
+            if cache is not None:
+                cache.append_indexed(latent, keys, index.k)
+        elif isinstance(cache, PagedTokens):
+            cast("PagedLatentKVCache", cache.pages).append(cache.sequences, latent[0], keys[0], cache.cu)
+        elif cache is not None:
+            cast("LatentKVCache", cache).append(latent, keys)
+
+    def _absorbed_queries(self, x: Tensor, turn: Turn | None) -> Tensor:
+        # [B, T, H, rank + rope]
+        up = self.kv_b_proj.weight.unflatten(0, (self.config.num_attention_heads, -1))[:, : self.parts[0]]
+        plain, turned = self.queries(x, turn)
+        return torch.cat([torch.einsum("bthn,hnr->bthr", plain, up), turned], -1)
+
     def _absorbed(
         self, x: Tensor, turn: Turn | None, mask: Mask | None, latent: Tensor, keys: Tensor, cache: Any, backend: Where
     ) -> Tensor:
-        up, down = self.kv_b_proj.weight.unflatten(0, (self.config.num_attention_heads, -1)).split(
-            [self.parts[0], self.config.v_head_dim], 1
-        )
-        plain, turned = self.queries(x, turn)
-        q, scale = torch.cat([torch.einsum("bthn,hnr->bthr", plain, up), turned], -1), sum(self.parts) ** -0.5
+        down = self.kv_b_proj.weight.unflatten(0, (self.config.num_attention_heads, -1))[:, self.parts[0] :]
+        q, scale = self._absorbed_queries(x, turn), sum(self.parts) ** -0.5
         if cache is None:
             k = torch.cat([latent, keys], -1)[:, :, None]
             o = api.attention(q, k, k[..., : latent.shape[-1]], mask, scale=scale, backend=cast("Any", backend))
@@ -170,10 +239,23 @@ class DeepSeek(Llama):
 
     def make_caches(self, batch: int, capacity: int, quantised: str | None = None) -> list[KVCache]:
         """An empty `LatentKVCache` per layer; arguments as in `Decoder.make_caches`."""
+        if self.config.index_topk:
+            size = self.config.index_head_dim
+            return [
+                IndexedLatentKVCache(batch, capacity, *sizes, size, **options)
+                for sizes, options in self._stores(quantised)
+            ]
         return [LatentKVCache(batch, capacity, *sizes, **options) for sizes, options in self._stores(quantised)]
 
     def make_pages(self, pages: int, page_size: int, quantised: str | None = None) -> list[Any]:
-        """An empty `PagedLatentKVCache` per layer; arguments as in `Decoder.make_pages`."""
+        """An empty `PagedLatentKVCache` per layer; arguments as in `Decoder.make_pages`.
+
+        Raises ValueError for a model with an indexer, whose keys have no pages.
+        """
+        if self.config.index_topk:
+            raise ValueError(
+                f"pages for a {self.config.model_type} model; expected make_caches: index keys have no pages"
+            )
         return [PagedLatentKVCache(pages, page_size, *sizes, **options) for sizes, options in self._stores(quantised)]
 
     def _stores(self, quantised: str | None) -> list[tuple[tuple[int, int], dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""The shape of a DeepSeek-V2 or V3 model, and its `config.json`."""
+"""The shape of a DeepSeek-V2, V3 or V3.2 model, and its `config.json`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from typing import Any, ClassVar
 
 from .llama_config import LlamaConfig
 
-KINDS = ("deepseek_v2", "deepseek_v3")
+KINDS = {
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+}
 
 
 @dataclass(frozen=True)
@@ -19,10 +23,12 @@ class DeepSeekConfig(LlamaConfig):
     `q_lora_rank`, or directly if it is 0. A head of q and k has `qk_nope_head_dim` numbers and `qk_rope_head_dim`
     rotated ones, a head of v has `v_head_dim`. The first `first_k_dense_replace` layers have a SwiGLU, the others
     `n_routed_experts`, of which a token uses `num_experts_per_tok`, and one that all tokens use.
+    In models of type deepseek_v32, an indexer with `index_n_heads` heads of `index_head_dim` chooses the `index_topk`
+    keys that each query sees.
     """
 
     UNDERSTOOD: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "model_type": KINDS,
+        "model_type": tuple(KINDS),
         "hidden_act": ("silu",),
         "moe_layer_freq": (1,),
         "topk_method": ("greedy", "group_limited_greedy", "noaux_tc"),
@@ -46,6 +52,9 @@ class DeepSeekConfig(LlamaConfig):
     topk_method: str = "greedy"
     norm_topk_prob: bool = False
     routed_scaling_factor: float = 1.0
+    index_topk: int = 0
+    index_n_heads: int = 64
+    index_head_dim: int = 128
 
     def __post_init__(self) -> None:
         # the rotated numbers of a head
@@ -58,6 +67,16 @@ class DeepSeekConfig(LlamaConfig):
             raise ValueError(f"{experts}; expected at most as many chosen as there are")
         if self.grouped:
             self._check_groups()
+        if (self.model_type == "deepseek_v32") != bool(self.index_topk):
+            raise ValueError(
+                f"index_topk={self.index_topk} in a model of type {self.model_type}; expected the number of keys that "
+                "a query sees in deepseek_v32, and 0 in others"
+            )
+        if self.index_topk and (not self.q_lora_rank or self.index_head_dim < self.qk_rope_head_dim):
+            raise ValueError(
+                f"q_lora_rank={self.q_lora_rank}, index_head_dim={self.index_head_dim}; expected a rank, because the "
+                f"indexer reads the latent row of queries, and at least qk_rope_head_dim={self.qk_rope_head_dim}"
+            )
 
     def _check_groups(self) -> None:
         count, groups, kept = self.n_routed_experts, self.n_group, self.topk_group
@@ -72,7 +91,7 @@ class DeepSeekConfig(LlamaConfig):
     @property
     def sigmoid(self) -> bool:
         """Whether experts are scored by sigmoids, as in V3, instead of a softmax, as in V2."""
-        return self.model_type == "deepseek_v3"
+        return self.model_type != "deepseek_v2"
 
     @property
     def grouped(self) -> bool:
@@ -93,6 +112,7 @@ class DeepSeekConfig(LlamaConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of a `config.json` that Hugging Face transformers reads as this model."""
-        name = {"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}[self.model_type]
-        own = {"architectures": [name], "model_type": self.model_type, "q_lora_rank": self.q_lora_rank or None}
-        return {**super().to_dict(), **own, "num_nextn_predict_layers": 0}
+        own = {"architectures": [KINDS[self.model_type]], "model_type": self.model_type}
+        own |= {"q_lora_rank": self.q_lora_rank or None, "num_nextn_predict_layers": 0}
+        values = {**super().to_dict(), **own}
+        return values if self.index_topk else {k: x for k, x in values.items() if not k.startswith("index_")}
