@@ -36,13 +36,9 @@ if interpreted():
 
     interpret.prepare()
 
-SCORES = {"softcap", "sinks", "bias", "alibi", "relative", "gates", "dropout"}
+EVERY_VERB = {"softcap", "sinks", "bias", "alibi", "relative", "gates", "dropout", "select"}
 STORED = {"source", "quantised"}
-TAKES = {
-    "forward": {*SCORES, *STORED, "select"},
-    "decode": {*SCORES, *STORED, "select"},
-    "backward": {*SCORES, "select"},
-}
+TAKES = {"forward": EVERY_VERB | STORED, "decode": EVERY_VERB | STORED, "backward": EVERY_VERB}
 # options of calls whose keys may be reordered: none of them depends on the order of the keys
 GATHERED = {"softcap", "sinks"}
 # options of calls that may be replayed

@@ -326,12 +326,13 @@ def add_sums(p, first, at, ok, sums):
 
 
 @triton.jit
-def dkdv_step(state, keys, attention, t, rows, inside, MASKED: tl.constexpr, SUMS: tl.constexpr):
+def dkdv_step(state, keys, attention, t, rows, inside, SUMS: tl.constexpr):
     """Add dSᵀ Q and Pᵀ dO of the rows t [BM] that exist to dk and dv, and with SUMS dS to sums [BN].
 
-    inside: the pairs [BN, BM] that the mask's test applies to, others are not visible; unused without MASKED.
+    inside: the pairs [BN, BM] that the mask is tested for, others are not visible; None if all of them are.
     """
     config: tl.constexpr = attention.config
+    MASKED: tl.constexpr = inside is not None
     dk, dv, total = state
     at = keys.b, keys.h, t
     query = rows_of(attention.arrays.q, at, rows, config.D, config.BLOCK_D, MASKED)
@@ -398,14 +399,14 @@ def _dkdv(grads, attention):
             for q0 in range(begin, edge, BM):
                 a = q0 + tl.arange(0, BM)
                 t = tile.start + place.step * a
-                acc_k, acc_v, sums = dkdv_step((acc_k, acc_v, sums), keys, attention, t, a < end, None, False, SUMS)
+                acc_k, acc_v, sums = dkdv_step((acc_k, acc_v, sums), keys, attention, t, a < end, None, SUMS)
             # an empty loop would still fill its pipeline
             if edge < end:
                 for q0 in range(edge, end, BM):
                     a = q0 + tl.arange(0, BM)
                     t, rows = tile.start + place.step * a, a < end
                     inside = rows[None, :] & ok[:, None]
-                    acc_k, acc_v, sums = dkdv_step((acc_k, acc_v, sums), keys, attention, t, rows, inside, True, SUMS)
+                    acc_k, acc_v, sums = dkdv_step((acc_k, acc_v, sums), keys, attention, t, rows, inside, SUMS)
         if grads.dscores is not None:
             add_sums(grads.dscores, (b * place.Hq + h) * place.Tk, j, ok, sums)
     acc_k = acc_k * attention.scores.scale

@@ -95,7 +95,7 @@ def _dkdv_of_chunks(chunks, attention):
             bits = tl.load(chunks.bits + here + a // R, mask=there, other=0)
             inside = inside & (((bits[None, :] >> tl.minimum(c // lists.block, 63)[:, None]) & 1) != 0)
         keys = Keys(b_k, b_v, j, b, h, record)
-        acc_k, acc_v, sums = dkdv_step((acc_k, acc_v, sums), keys, attention, t, rows, inside, True, False)
+        acc_k, acc_v, sums = dkdv_step((acc_k, acc_v, sums), keys, attention, t, rows, inside, False)
     at = chunks.parts + (part * BN + tl.arange(0, BN))[:, None] * (D + DV)
     d, dv = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
     tl.store(at + d, acc_k * attention.scores.scale, mask=ok[:, None] & (d < D))
