@@ -95,6 +95,8 @@ def _decode(results, ranges, attention):
         r = block * BM + tl.arange(0, BM)
         t = group * lists.rows + r // place.G
         ok = (r < lists.rows * place.G) & (t < place.Tq)
+        # rows past the end see what the last one sees: a key that no row sees may be NaN
+        t = tl.minimum(t, tl.minimum((group + 1) * lists.rows, place.Tq) - 1)
     h = hk * place.G + r % place.G
     rows = rows_of(attention.arrays.q, (b, h, t), ok, config.D, config.BLOCK_D, True)
     acc = tl.zeros([BM, BLOCK_DV], tl.float32)
