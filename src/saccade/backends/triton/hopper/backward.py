@@ -176,10 +176,9 @@ def backward(
 ) -> None:
     """Compute the gradients of attention into dq, dk, dv.
 
-    call: with q [B, Tq, Hq, D], k [B, Tk, Hk, D], v [B, Tk, Hk, Dv], bfloat16 or float16, of a size that `tile_of` and
-    `hopper.SIZES` have, as `fits` allows.
-    schedules: of its plan. rows: do [B, Tq, Hq, Dv]; lse and delta float32 [B, Tq, Hq]. gradients: dq, dk, dv like q, k, v, or
-    float32 and contiguous. Without `deterministic`, key tiles add to dQ in any order.
+    call: with q [B, Tq, Hq, D], k [B, Tk, Hk, D], v [B, Tk, Hk, Dv], bfloat16 or float16, of `hopper.SIZES`, as `fits`
+    allows. schedules: of its plan. rows: do [B, Tq, Hq, Dv]; lse and delta float32 [B, Tq, Hq]. gradients: dq, dk, dv
+    like q, k, v, or float32 and contiguous. Without `deterministic`, key tiles add to dQ in any order.
     """
     p, (q, k, v), (do, lse, delta), (dq, dk, dv) = call.problem, (x.p for x in call.qkv), rows, gradients
     ((_, lists, _, _, _, blocks), schedule), (BM, BN, stages) = schedules, tile_of(p.D, schedules[0].blocks)

@@ -27,8 +27,9 @@ class BackwardPipeline(NamedTuple):
     """Shared memory of a CTA.
 
     rows: a ring of row tiles (q, do, stat). q, do: [1, BM, 1, D | Dv]; stat: [2 BM], lse in base 2 and delta. k, v:
-    [1, 1, BN, 1, D | Dv], with D padded to a power of two, loaded when kv_full completes. ds: [1 | 2, BN, BM]. may_add, added: mbarriers [2, 1], for even and
-    odd steps, between the warps that compute and the two that keep the order. p: [1, BN, BM], by columns only.
+    [1, 1, BN, 1, D | Dv], with D padded to a power of two, loaded when kv_full completes. ds: [1 | 2, BN, BM].
+    may_add, added: mbarriers [2, 1], for even and odd steps, between the warps that compute and the two that keep the
+    order. p: [1, BN, BM], by columns only.
     By keys only: dq [2, BM, D] float32; ds_full, ds_free: mbarriers [2, 1]; done: an mbarrier [1].
     """
 
@@ -49,9 +50,9 @@ class BackwardPipeline(NamedTuple):
 class Config(NamedTuple):
     """Constants of the backward kernel.
 
-    D: numbers of a row of q and k. G: query heads per key head. NB: bands. LISTS_B, BANDS_B, ROWS_B: whether batch entries have lists, bands and row
-    intervals of their own. BLOCKS: a tile may have 64 keys inside a block of the mask and 64 outside. ORDERED: dQ is
-    added in a fixed order. WIDE: dk and dv are float32.
+    D: numbers of a row of q and k. G: query heads per key head. NB: bands. LISTS_B, BANDS_B, ROWS_B: whether batch
+    entries have lists, bands and row intervals of their own. BLOCKS: a tile may have 64 keys inside a block of the mask
+    and 64 outside. ORDERED: dQ is added in a fixed order. WIDE: dk and dv are float32.
     """
 
     STAGES: int

@@ -46,9 +46,10 @@ LOG2E = math.log2(math.e)
 class ForwardPipeline(NamedTuple):
     """Shared memory of a CTA.
 
-    q: a ring of row tiles, NC arrays [1, 1, 64, D] per stage. k, v: rings of key tiles [1, 1, BN, D] and [1, 1, BN, Dv];
-    v is transposed for 8-bit floats. Rows of q and k are in `Tiles.pieces` arrays one after the other. work: int32, 8 numbers per stage of q: batch entry or -1 at the end, head, row tile, first and end
-    of its segments, and (begin, end, kind) of the first.
+    q: a ring of row tiles, NC arrays [1, 1, 64, D] per stage. k, v: rings of key tiles [1, 1, BN, D | Dv]; v is
+    transposed for 8-bit floats. A tile of q or k is `Tiles.pieces` arrays, one after the other. work: int32, 8 numbers
+    per stage of q: batch entry or -1 at the end, head, row tile, first and end of its segments, and (begin, end, kind)
+    of the first.
     """
 
     q: Any
@@ -74,7 +75,7 @@ class Accumulator(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """64 rows of a piece of work: the number of their q in the ring, their place, the mask and the scores' parameters."""
+    """64 rows of a piece of work: the number of their q in the ring, their place, the mask and parameters of scores."""
 
     q: Any
     block: Any
