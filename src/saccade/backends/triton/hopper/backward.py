@@ -183,7 +183,7 @@ def backward(
     p, (q, k, v), (do, lse, delta), (dq, dk, dv) = call.problem, (x.p for x in call.qkv), rows, gradients
     ((_, lists, _, _, _, blocks), schedule), (BM, BN, stages) = schedules, tile_of(p.D, schedules[0].blocks)
     M, N = -(-p.Tq // BM), -(-p.Tk // BN)
-    tiles, sum_tile = p.B * p.Hq * M, SumTile(BM, p.D, 1 if schedule.order is None else 2)
+    tiles, sum_tile = p.B * p.Hq * M, SumTile(BM, p.D, 1 if schedule.order is None else 2, p.D & -p.D)
     stat, sums = call.scratch(tiles * 2 * BM, like=q), call.scratch(sum_tile.KINDS * tiles * BM * p.D, like=q)
     counts = call.scratch(sum_tile.KINDS * tiles + 1, like=q, dtype=torch.int32)
     grid, wide = (M, p.Hq, p.B), dk.dtype is torch.float32

@@ -10,16 +10,12 @@ import triton
 
 
 class SumTile(NamedTuple):
-    """A tile of the sums of dQ: rows, columns, and the number of sums per tile."""
+    """A tile of the sums of dQ: rows, columns, the number of sums per tile, and the columns taken at a time."""
 
     BM: int
     D: int
     KINDS: int
-
-    @property
-    def COLUMNS(self) -> int:
-        """Columns that a kernel takes at a time: a power of two."""
-        return 64 if self.D % 128 else self.D
+    COLUMNS: int
 
 
 @triton.jit
