@@ -8,12 +8,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from nvidia_cases import Case
+from nvidia_cases import Case, values_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
@@ -21,6 +22,7 @@ from saccade import mask
 from saccade.backends import Inputs
 from saccade.backends.triton import hopper
 from saccade.backends.triton.hopper.backward import backward
+from saccade.backends.triton.hopper.forward import forward
 from saccade.backends.triton.launch import AttentionLaunch
 from saccade.cli.bench.clocks import by_events, timing
 from saccade.cli.bench.machine import gpu_environment
@@ -33,7 +35,7 @@ def prepare(q: Any, k: Any, v: Any, m: Any, **more: Any) -> tuple[Any, Any, Any]
     """The call and the schedules that `backward` takes, for q, k, v on the GPU and a mask; and the lowered mask."""
     (B, Tq, Hq, D), (_, Tk, Hk, _) = q.shape, k.shape
     scores, kind = Scores(scale=D**-0.5, softcap=more.pop("softcap", 0.0)), str(q.dtype)[6:]
-    p = Problem(B, Tq, Tk, Hq, Hk, D, D, dtype=kind, mask=m, scores=scores, device=str(q.device), **more)
+    p = Problem(B, Tq, Tk, Hq, Hk, D, v.shape[3], dtype=kind, mask=m, scores=scores, device=str(q.device), **more)
     plan = make_plan(p, Limits("triton", tile_q=128, tile_k=128, quantum=128))
     schedules = tuple(of(p, plan, q.device) for of in (hopper.forward_schedule, hopper.backward_schedule))
     return AttentionLaunch(p, plan, Inputs(q, k, v)), schedules, plan.parts[0].masks[0]
@@ -84,10 +86,11 @@ def check_case(name: str, D: int, deterministic: bool) -> bool:
     """Prints the errors of one case. True if each is at most twice that of plain attention plus eps / 2."""
     c = {"B": 1, "Tq": 512, "Tk": 512, "Hq": 4, "Hk": 4, "softcap": 0.0, "dtype": torch.bfloat16, "size": 1.0}
     c |= CASES[name]
-    shape = {"q": (c["Tq"], c["Hq"]), "k": (c["Tk"], c["Hk"]), "v": (c["Tk"], c["Hk"]), "do": (c["Tq"], c["Hq"])}
+    (queries, keys), Dv = ((c["Tq"], c["Hq"]), (c["Tk"], c["Hk"])), values_of(D)
+    shape = {"q": (*queries, D), "k": (*keys, D), "v": (*keys, Dv), "do": (*queries, Dv)}
     t: dict[str, torch.Tensor] = {}
-    for n, (T, H) in shape.items():
-        x = torch.randn(c["B"], *((H, T) if c.get("heads_first") else (T, H)), D, device="cuda") * c["size"]
+    for n, (T, H, width) in shape.items():
+        x = torch.randn(c["B"], *((H, T) if c.get("heads_first") else (T, H)), width, device="cuda") * c["size"]
         t[n] = x.to(c["dtype"]).transpose(1, 2) if c.get("heads_first") else x.to(c["dtype"])
     more = {"softcap": c["softcap"], "deterministic": deterministic}
     call, schedules, low = prepare(t["q"], t["k"], t["v"], c["m"], **more)
@@ -107,7 +110,7 @@ def check_case(name: str, D: int, deterministic: bool) -> bool:
 def check(dims: list[int]) -> None:
     """Checks all cases, and that five more calls give the same bits."""
     bad = 0
-    for D in dims or [64, 128, 256]:
+    for D in dims or [64, 128, 192, 256]:
         for name in CASES:
             bad += not check_case(name, D, True)
         bad += not check_case("causal", D, False)
@@ -121,12 +124,17 @@ def check(dims: list[int]) -> None:
 
 
 def setup(case: Case, **more: Any) -> tuple[Any, Any, float]:
-    """(backward of Saccade, flash backward of torch, FLOPs) on random data, causal or full."""
+    """(backward of Saccade, flash backward of torch or None, FLOPs) on random data, causal or full."""
     B, Tq, Tk, Hq, Hk, D = case[1:7]
     causal = bool(case.mask)
-    q, do = (torch.randn(B, Tq, Hq, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    k, v = (torch.randn(B, Tk, Hk, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    q, do = (torch.randn(B, Tq, Hq, n, device="cuda", dtype=torch.bfloat16) for n in (D, values_of(D)))
+    k, v = (torch.randn(B, Tk, Hk, n, device="cuda", dtype=torch.bfloat16) for n in (D, values_of(D)))
     call, schedules, _ = prepare(q, k, v, mask.causal() if causal else mask.full(), **more)
+    if values_of(D) != D:
+        o, lse_rows = torch.empty_like(do), torch.empty(B, Tq, Hq, device="cuda")
+        forward(call, schedules[0], o, lse_rows)
+        delta = (o.float() * do.float()).sum(-1)
+        return partial(_gradients, call, schedules, (do, lse_rows, delta)), None, _flops(case)
     heads = [x.transpose(1, 2) for x in (q, k, v)]
     G = Hq // Hk
     heads[1:] = [x.repeat_interleave(G, 1) for x in heads[1:]] if G > 1 else heads[1:]
@@ -134,18 +142,24 @@ def setup(case: Case, **more: Any) -> tuple[Any, Any, float]:
     delta = (o.float() * do.transpose(1, 2).float()).sum(-1).transpose(1, 2).contiguous()
     lse_rows = lse.transpose(1, 2).contiguous()
 
-    def ours() -> Any:
-        gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        backward(call, schedules, (do, lse_rows, delta), gradients)
-        return gradients
-
     def flash() -> Any:
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
             do.transpose(1, 2), *heads, o, lse, rest[0], rest[1], Tq, Tk, 0.0, causal, rest[4], rest[5]
         )
 
-    pairs = B * Hq * Tq * Tk / (2 if causal else 1)
-    return ours, flash, 2.5 * 4 * pairs * D
+    return partial(_gradients, call, schedules, (do, lse_rows, delta)), flash, _flops(case)
+
+
+def _gradients(call: AttentionLaunch, schedules: Any, rows: Any) -> Any:
+    gradients = tuple(torch.empty_like(x.p) for x in call.qkv)
+    backward(call, schedules, rows, gradients)
+    return gradients
+
+
+def _flops(case: Case) -> float:
+    # three products of D numbers and two of Dv
+    pairs = case.B * case.Hq * case.Tq * case.Tk / (2 if case.mask else 1)
+    return 2.0 * pairs * (3 * case.D + 2 * values_of(case.D))
 
 
 def cudnn(B: int, T: int, H: int, D: int, causal: bool) -> Any:

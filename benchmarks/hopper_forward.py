@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from nvidia_cases import Case
+from nvidia_cases import Case, values_of
 
 from saccade import mask
 from saccade.backends import Extras, Inputs
@@ -34,9 +34,9 @@ from saccade.plan import Limits, make_plan
 from saccade.problem import Problem, Scores
 
 SMALL = torch.float8_e4m3fn
-SIZES = (64, 128, 256)
+SIZES = (64, 128, 192, 256)
 # the forms of 8-bit floats that only benchmarks select, by head size
-EVERY = {64: (), 128: (TILES_8[128]._replace(every=2),), 256: ()}
+EVERY = {64: (), 128: (TILES_8[128]._replace(every=2),), 192: (), 256: ()}
 
 # by name: sizes, and the name of a mask
 CASES: dict[str, tuple[Case, str]] = {
@@ -74,7 +74,7 @@ def prepare(
     """The call and the schedule that `forward` takes, for q, k, v on the GPU and a mask; and the lowered mask."""
     (B, Tq, Hq, D), (_, Tk, Hk, _) = q.shape, k.shape
     options = Scores(scale=D**-0.5, sinks=sinks is not None, softcap=softcap)
-    p = Problem(B, Tq, Tk, Hq, Hk, D, D, dtype=str(q.dtype)[6:], mask=m, scores=options, device=str(q.device))
+    p = Problem(B, Tq, Tk, Hq, Hk, D, v.shape[3], dtype=str(q.dtype)[6:], mask=m, scores=options, device=str(q.device))
     plan = make_plan(p, Limits("hopper", tile_q=tiles.BM, tile_k=tiles.BN, quantum=tiles.BN))
     call = AttentionLaunch(p, plan, Inputs(q, k, v, Extras(sinks=sinks, descale=descale)))
     return call, schedule_for(plan, tiles, q.device), plan.parts[0].masks[0]
@@ -126,11 +126,12 @@ def _inputs(case: Case, dtype: torch.dtype, large: float = 1.0, nan: int | None 
     # q, k, v and the factors of 8-bit floats; k and v are slices of one array, so their strides are not contiguous
     B, Tq, Tk, Hq, Hk, D = case[1:7]
     q = torch.randn(B, Tq, Hq, D, device="cuda") * large
-    kv = torch.randn(B, Tk, Hk, 2 * D, device="cuda")
+    sizes = D, values_of(D)
+    kv = torch.randn(B, Tk, Hk, sum(sizes), device="cuda")
     if nan is not None:
         kv[0, nan, 0, 5] = float("nan")
     factors = tuple(torch.rand(x, device="cuda") + 0.5 for x in ((B, Hq), (Hk,), (B, Hk)))
-    return q.to(dtype), *kv.to(dtype).split(D, -1), factors if dtype == SMALL else None
+    return q.to(dtype), *kv.to(dtype).split(sizes, -1), factors if dtype == SMALL else None
 
 
 def _wide(x: Any, factor: Any) -> Any:
@@ -139,7 +140,8 @@ def _wide(x: Any, factor: Any) -> Any:
 
 
 def _results(q: Any) -> tuple[Any, Any]:
-    o = torch.full_like(q, float("nan"), dtype=torch.bfloat16 if q.dtype == SMALL else q.dtype)
+    shape, dtype = (*q.shape[:3], values_of(q.shape[3])), torch.bfloat16 if q.dtype == SMALL else q.dtype
+    o = torch.full(shape, float("nan"), dtype=dtype, device="cuda")
     return o, torch.full(q.shape[:3], float("nan"), device="cuda")
 
 
@@ -208,12 +210,12 @@ def long_sums(tiles: Tiles, D: int, T: int = 131072, rows: int = 64) -> None:
 
 
 def flops(lowered: Lowered, case: Case) -> float:
-    """4 · D for every allowed pair."""
+    """2 (D + Dv) for every allowed pair."""
     t, band = np.arange(case.Tq), lowered.bands[0, 0].astype(np.int64)
     lo, hi = np.maximum(t - band[1], band[2]), np.minimum(t - band[0] + 1, band[3])
     if lowered.rows:
         lo, hi = np.maximum(lo, lowered.rows[0].lo[0]), np.minimum(hi, lowered.rows[0].hi[0])
-    return 4.0 * case.D * case.Hq * case.B * float(np.maximum(hi - lo, 0).sum())
+    return 2.0 * (case.D + values_of(case.D)) * case.Hq * case.B * float(np.maximum(hi - lo, 0).sum())
 
 
 def _peers(q: Any, k: Any, v: Any, causal: bool) -> dict[str, tuple[Any, Any]]:
@@ -235,7 +237,8 @@ def time_one(name: str, row: Row, peers: bool, how: dict[str, Any]) -> Iterator[
     """
     case, kind = CASES[name]
     dtype = getattr(torch, case.dtype)
-    q, k, v = (torch.randn(case.B, case.Tq, H, case.D, device="cuda").bfloat16() for H in (case.Hq, case.Hk, case.Hk))
+    sizes = (case.Hq, case.D), (case.Hk, case.D), (case.Hk, values_of(case.D))
+    q, k, v = (torch.randn(case.B, case.Tq, H, n, device="cuda").bfloat16() for H, n in sizes)
     descale = tuple(torch.ones(H, device="cuda") for H in (case.Hq, case.Hk, case.Hk)) if dtype == SMALL else None
     first, *others = forms_of(dtype, case.D)
     first = how.get("tiles", first)

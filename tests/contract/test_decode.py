@@ -96,6 +96,14 @@ def test_codes(backend, codes, D, Dv, dtype) -> None:
         require(measure_all(*got, numpy_dtype(dtype)), f"{case} {kind}")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_latent_rows_with_values_of_their_own(backend, dtype) -> None:
+    for Tq, lengths in ((1, [130, 77]), (4, [100]), (40, [90])):
+        mask = f"keys({lengths}) & causal()"
+        x = make(Case("apart", Tq, 131, len(lengths), 16, 1, 576, 512, mask=mask, scale=0.07), dtype)
+        require(measure_all(*decoded(x, lengths, dtype, "causal()", backend), numpy_dtype(dtype)), f"{lengths} {Tq}")
+
+
 OPTIONS = {
     "plain": {},
     "scale": {"scale": 0.4},

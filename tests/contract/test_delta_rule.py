@@ -13,6 +13,7 @@ from saccade import recurrent
 from saccade.testing import recurrent as run
 from saccade.testing.compare import require
 from saccade.testing.recurrent import Sizes
+from saccade.testing.tensors import put
 
 torch = pytest.importorskip("torch")
 
@@ -130,10 +131,9 @@ def test_a_beta_per_value_channel(backend, dtype, decay, borders, seed) -> None:
 def test_one_step_is_the_rule(backend, dtype) -> None:
     arrays = run.make(run.by_name("gated_delta_rule-channels"), Sizes(T=40), dtype)
     steps = {name: x[:, :, None] if name in ("k", "v", "beta") else x for name, x in arrays.items()}
-    given = {name: torch.tensor(x) for name, x in steps.items()}
-    got = recurrent.gated_delta_rule(**given, return_state=True, backend=backend)
-    rule = recurrent.gated_delta_rule(
-        **{n: torch.tensor(x) for n, x in arrays.items()}, return_state=True, backend=backend
+    got, rule = (
+        recurrent.gated_delta_rule(**{n: put(x) for n, x in given.items()}, return_state=True, backend=backend)
+        for given in (steps, arrays)
     )
     for here, there in zip(got, rule, strict=True):
         assert torch.equal(here, there)

@@ -137,14 +137,15 @@ def of_problem(chip: str, dtype: str, D: int) -> dict[str, Taken]:
 
 def of_hopper(mask: str, D: int, dtype: str = "bfloat16", wide: bool = False) -> dict[str, Taken]:
     """The resources of Hopper kernels with a mask; of 8-bit floats only the forward; wide: results in float32."""
-    p = Problem(1, 1000, 1000, 4, 2, D, D, dtype=dtype, mask=named(mask, 1000), scores=Scores(scale=0.1))
+    Dv = dict(hopper.SIZES)[D]
+    p = Problem(1, 1000, 1000, 4, 2, D, Dv, dtype=dtype, mask=named(mask, 1000), scores=Scores(scale=0.1))
     plan = make_plan(p, limits(p))
     assert not hopper.why_not(p, plan, "sm_90")
     kind, small = getattr(torch, dtype), dtype == hopper.EIGHT_BITS
-    q, do = (torch.empty(1, 1000, 4, D, dtype=kind) for _ in range(2))
-    k, v = (torch.empty(1, 1000, 2, D, dtype=kind) for _ in range(2))
+    q, do = (torch.empty(1, 1000, 4, n, dtype=kind) for n in (D, Dv))
+    k, v = (torch.empty(1, 1000, 2, n, dtype=kind) for n in (D, Dv))
     results = torch.float32 if wide else torch.bfloat16
-    o = torch.empty_like(q, dtype=results)
+    o = torch.empty_like(do, dtype=results)
     descale = (torch.ones(4), torch.ones(2), torch.ones(2)) if small else None
     lse, delta = torch.empty(1, 1000, 4), torch.empty(1, 1000, 4)
     with recorded("sm_90") as found:

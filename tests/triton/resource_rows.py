@@ -36,6 +36,7 @@ OF_HOPPER: dict[str, Callable[[], dict[str, Taken]]] = {
     "blocks of 512 on Hopper": partial(of_hopper, "tiles([[1, 0], [1, 1]], 512)", 64),
     "results of Hopper in float32": partial(of_hopper, "causal()", 128, wide=True),
     "results of Hopper in float32, of large heads": partial(of_hopper, "causal()", 256, wide=True),
+    "results of Hopper in float32, of latent attention": partial(of_hopper, "causal()", 192, wide=True),
 }
 BRANCHES: dict[str, Callable[..., dict[str, Taken]]] = {
     "lengths": partial(of_branch, "window(9, 0)", 2, sinks=True),
@@ -106,9 +107,9 @@ ROWS: dict[tuple[str, str, int, str], Callable[[], dict[str, Taken]]] = (
     | {
         ("sm_90", "bfloat16", D, mask): partial(of_hopper, mask, D)
         for mask in ("causal()", "documents(cu_seqlens=[0, 300, 1000]) & causal()", "longformer")
-        for D in (64, 128, 256)
+        for D in (64, 128, 192, 256)
     }
-    | {("sm_90", "bfloat16", D, "big-bird"): partial(of_hopper, "big-bird", D) for D in (64, 128)}
+    | {("sm_90", "bfloat16", D, "big-bird"): partial(of_hopper, "big-bird", D) for D in (64, 128, 192)}
     | {
         (chip, dtype, 128, name): partial(of_recurrent, dtype, name, chip=chip, H=2, Hk=2, K=128, V=128)
         for chip in CHIPS

@@ -90,6 +90,9 @@ def backward(
     p, call, q = problem, describe(problem, arrays), arrays["q"]
     do, dfinal = cotangents
     do = q.new_zeros((p.B, p.T, p.H, p.V)) if do is None else do.contiguous()
+    if p.V == 1:
+        # Triton 3.6 loses a 1, here a stride, in a tuple inside a tuple
+        do = torch.nn.functional.pad(do, (0, 1))[..., :1]
     dfinal = None if dfinal is None else dfinal.contiguous()
     empty, initial = not p.N or not p.B, arrays["initial_state"]
     if empty or not p.T:

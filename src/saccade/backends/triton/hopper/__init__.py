@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 # a dtype that only these kernels compute, and only in the forward
 EIGHT_BITS = "float8_e4m3fn"
 CHIP = "sm_90"
-SIZES = (64, 128, 256)
+# the sizes of a row of q and k, and of v
+SIZES = ((64, 64), (128, 128), (192, 128), (256, 256))
 DTYPES = ("bfloat16", "float16", EIGHT_BITS)
 # the options of a problem that they compute
 TAKES = {"softcap", "sinks"}
@@ -57,9 +58,9 @@ def why_not(p: Problem, plan: Plan, chip: str) -> list[str]:
         reasons.append(version)
     if p.dtype not in DTYPES:
         reasons.append(f"the dtype is {p.dtype}, and they take {', '.join(DTYPES)}")
-    if p.Dv != p.D or p.D not in SIZES:
-        sizes = ", ".join(map(str, SIZES))
-        reasons.append(f"head sizes are D = {p.D} and Dv = {p.Dv}, and they take equal ones of {sizes}")
+    if (p.D, p.Dv) not in SIZES:
+        sizes = ", ".join(f"{D} and {Dv}" for D, Dv in SIZES)
+        reasons.append(f"head sizes are D = {p.D} and Dv = {p.Dv}, and they take {sizes}")
     if p.scores.scale <= 0:
         reasons.append(f"the scale is {p.scores.scale}, and they need one above 0")
     reasons += [f"they compute no call with {OPTIONS.get(name, name)}" for name in sorted(p.uses - TAKES)]

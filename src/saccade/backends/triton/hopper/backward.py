@@ -47,7 +47,6 @@ def _backward(q, k, v, do, stat, dk, dv, sums, counts, schedule, mask, scores, s
     G: gl.constexpr = CONFIG.G
     BM: gl.constexpr = q.block_shape[1]
     BN: gl.constexpr = k.block_shape[1]
-    D: gl.constexpr = q.block_shape[3]
     dtype: gl.constexpr = q.dtype
     ticket = gl.program_id(0)
     if CONFIG.ORDERED:
@@ -76,9 +75,9 @@ def _backward(q, k, v, do, stat, dk, dv, sums, counts, schedule, mask, scores, s
         row_hi += b.to(gl.int64) * Tq
 
     q_s = gl.allocate_shared_memory(dtype, [STAGES] + q.block_shape, q.layout)
-    do_s = gl.allocate_shared_memory(dtype, [STAGES] + q.block_shape, q.layout)
+    do_s = gl.allocate_shared_memory(dtype, [STAGES] + do.block_shape, do.layout)
     k_s = gl.allocate_shared_memory(dtype, [1] + k.block_shape, k.layout)
-    v_s = gl.allocate_shared_memory(dtype, [1] + k.block_shape, k.layout)
+    v_s = gl.allocate_shared_memory(dtype, [1] + v.block_shape, v.layout)
     stat_s = gl.allocate_shared_memory(gl.float32, [STAGES] + stat.block_shape, stat.layout)
     # tiles of 64 keys leave no room for a second dS and for dQ
     BY_KEYS: gl.constexpr = BN == 128
@@ -128,7 +127,7 @@ def _backward(q, k, v, do, stat, dk, dv, sums, counts, schedule, mask, scores, s
     else:
         p_s = gl.allocate_shared_memory(dtype, [1, BN, BM], gl.NVMMASharedLayout(128, 16, 2))
         pipeline = BackwardPipeline(rows, k_s, v_s, kv_full, ds_s, may_add, added, p_s)
-        gradients = sums + start.to(gl.int64) * (BM * D), dk, dv
+        gradients = sums + start.to(gl.int64) * (BM * CONFIG.D), dk, dv
         gl.warp_specialize(
             [
                 (by_columns.compute, (block, schedule, pipeline, Mask(*mask, CONFIG.NB), scores, gradients, CONFIG)),
@@ -150,7 +149,7 @@ class Tile(NamedTuple):
 
 
 # in a mask's blocks a tile of rows lies inside one block
-TILES = {64: Tile(128, 128, 2), 128: Tile(64, 128, 2), 256: Tile(64, 64, 2)}
+TILES = {64: Tile(128, 128, 2), 128: Tile(64, 128, 2), 192: Tile(64, 64, 2), 256: Tile(64, 64, 2)}
 IN_BLOCKS = {**TILES, 64: Tile(64, 128, 4)}
 
 
@@ -177,30 +176,29 @@ def backward(
 ) -> None:
     """Compute the gradients of attention into dq, dk, dv.
 
-    call: with q [B, Tq, Hq, D], k, v [B, Tk, Hk, D], bfloat16 or float16, D 64, 128 or 256, as `fits` allows.
-    schedules: of its plan. rows: do like q; lse and delta float32 [B, Tq, Hq]. gradients: dq, dk, dv like q, k, v, or
-    float32 and contiguous. Without `deterministic`, key tiles add to dQ in any order.
+    call: with q [B, Tq, Hq, D], k [B, Tk, Hk, D], v [B, Tk, Hk, Dv], bfloat16 or float16, of `hopper.SIZES`, as `fits`
+    allows. schedules: of its plan. rows: do [B, Tq, Hq, Dv]; lse and delta float32 [B, Tq, Hq]. gradients: dq, dk, dv
+    like q, k, v, or float32 and contiguous. Without `deterministic`, key tiles add to dQ in any order.
     """
     p, (q, k, v), (do, lse, delta), (dq, dk, dv) = call.problem, (x.p for x in call.qkv), rows, gradients
     ((_, lists, _, _, _, blocks), schedule), (BM, BN, stages) = schedules, tile_of(p.D, schedules[0].blocks)
     M, N = -(-p.Tq // BM), -(-p.Tk // BN)
-    tiles, sum_tile = p.B * p.Hq * M, SumTile(BM, p.D, 1 if schedule.order is None else 2)
+    tiles, sum_tile = p.B * p.Hq * M, SumTile(BM, p.D, 1 if schedule.order is None else 2, p.D & -p.D)
     stat, sums = call.scratch(tiles * 2 * BM, like=q), call.scratch(sum_tile.KINDS * tiles * BM * p.D, like=q)
     counts = call.scratch(sum_tile.KINDS * tiles + 1, like=q, dtype=torch.int32)
     grid, wide = (M, p.Hq, p.B), dk.dtype is torch.float32
     lse, delta = (Array(x, *x.stride()) for x in (lse, delta))
     call.run(prepare, grid, lse, delta, stat, sums, counts, (p.Hq, p.Tq), TILE=sum_tile)
-    rows_of, keys_of = [1, BM, 1, p.D], [1, BN, 1, p.D]
-    inputs = _tiles(q, rows_of), _tiles(k, keys_of), _tiles(v, keys_of), _tiles(do, rows_of)
+    inputs = _tiles(q, BM), _tiles(k, BN), _tiles(v, BN), _tiles(do, BM)
     line = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     stats = TensorDescriptor(stat, list(stat.shape), [1], [2 * BM], line)
     # by keys, each warpgroup stores its half
-    by_keys, half = BN == 128, [1, 64, 1, p.D]
-    outputs = (x if wide else _tiles(x, half) for x in (dk, dv))
+    by_keys = BN == 128
+    outputs = (x if wide else _tiles(x, 64) for x in (dk, dv))
     mask = lists.bands, lists.row_lo, lists.row_hi
     bands_b, rows_b = (x is not None and x.shape[0] > 1 for x in mask[:2])
     lists_b = len(schedule.ptr) - 1 > N
-    config = Config(stages, p.G, lists.bands.shape[1], lists_b, bands_b, rows_b, blocks, p.deterministic, wide)
+    config = Config(stages, p.D, p.G, lists.bands.shape[1], lists_b, bands_b, rows_b, blocks, p.deterministic, wide)
     scores, sizes = (
         Scores(p.scores.scale, p.scores.softcap or None),
         (p.B, p.Hk, p.Tq, p.Tk, M, N, section_of(p, N)),
@@ -217,8 +215,10 @@ def _sums(x: Tensor, BM: int, D: int) -> TensorDescriptor:
     return TensorDescriptor(x, [x.numel() // D, D], [D, 1], [BM, D], layout)
 
 
-def _tiles(x: Tensor, block: list[int]) -> TensorDescriptor:
-    # a dimension of size 1 may have any stride; give it one that the copy engine takes
+def _tiles(x: Tensor, rows: int) -> TensorDescriptor:
+    # columns are padded to a power of two, with zeros; a dimension of size 1 may have any stride, and gets one that the
+    # copy engine takes
+    block = [1, rows, 1, 1 << (x.shape[3] - 1).bit_length()]
     strides = [s if n > 1 else x.shape[3] for n, s in zip(x.shape, x.stride(), strict=True)]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], block, layout)

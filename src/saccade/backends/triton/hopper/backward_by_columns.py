@@ -51,14 +51,16 @@ def keep_order(W: gl.constexpr, block, schedule, pipeline, counts, place, CONFIG
 
 
 @gluon.jit
-def _add(sums, dq, BM: gl.constexpr, D: gl.constexpr, layout: gl.constexpr):
+def _add(sums, dq):
     """Add dq [BM, D] to its tile of the fp32 buffer, which is in the order of the accumulator's registers.
 
     Four values of a thread, 2 rows × 2 columns, are 16 consecutive bytes. The 128 threads of a warpgroup write 2 KiB,
     a piece of 64 rows × 8 columns. `convert` restores the order.
     """
-    row = gl.expand_dims(gl.arange(0, BM, gl.SliceLayout(1, layout)), 1)
-    col = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, layout)), 0)
+    BM: gl.constexpr = dq.shape[0]
+    D: gl.constexpr = dq.shape[1]
+    row = gl.expand_dims(gl.arange(0, BM, gl.SliceLayout(1, dq.type.layout)), 1)
+    col = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, dq.type.layout)), 0)
     thread = (row // 16 % 4) * 32 + (row % 8) * 4 + col % 8 // 2
     piece = row // 64 * (D // 8) + col // 8
     at = sums + (piece * 512 + thread * 4)
@@ -66,10 +68,32 @@ def _add(sums, dq, BM: gl.constexpr, D: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def first_columns(x, n: gl.constexpr):
+    """The first n columns of x in shared memory."""
+    if x.shape[1] == n:
+        return x
+    else:
+        return x.slice(0, n, dim=1)
+
+
+@gluon.jit
+def _scores(k, q, none, D: gl.constexpr):
+    # keys × queries, in flight: one product, or two if D is no power of two
+    REST: gl.constexpr = D % 128
+    q_first = first_columns(q, D - REST).permute((1, 0))
+    s = warpgroup_mma(first_columns(k, D - REST), q_first, none, use_acc=False, is_async=True)
+    if REST > 0:
+        q_rest = q.slice(D - REST, REST, dim=1).permute((1, 0))
+        s = warpgroup_mma(k.slice(D - REST, REST, dim=1), q_rest, s, is_async=True)
+    return s
+
+
+@gluon.jit
 def compute(block, schedule, pipeline, mask, scores, gradients, CONFIG: gl.constexpr):
     """Eight warps: all five products. Scores of a step are computed while the previous step ends.
 
-    gradients: sums of dq; dk and dv as descriptors, or as arrays if they are float32.
+    gradients: sums of dq; dk and dv as descriptors, or as arrays if they are float32. Of 192 columns of q and k, which
+    lie in tiles of 256, the first 128 and the rest have products of their own: columns of a product are a power of two.
     """
     sums, dk_out, dv_out = gradients
     rows, ds_s = pipeline.rows, pipeline.ds
@@ -78,33 +102,40 @@ def compute(block, schedule, pipeline, mask, scores, gradients, CONFIG: gl.const
     G: gl.constexpr = CONFIG.G
     BM: gl.constexpr = q_s.shape[2]
     BN: gl.constexpr = pipeline.k.shape[2]
-    D: gl.constexpr = q_s.shape[4]
+    DV: gl.constexpr = do_s.shape[4]
+    BLOCK: gl.constexpr = q_s.shape[4]
+    REST: gl.constexpr = CONFIG.D % 128
+    D: gl.constexpr = CONFIG.D - REST
     STAGES: gl.constexpr = q_s.shape[0]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BM // 2, 16])
-    kv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 16])
+    k_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 16])
+    v_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, DV // 2, 16])
+    rest_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
     tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
 
     tile, steps = first_tile(block, schedule, G, 8)
     ragged = block.n * BN + BN > mask.Tk
-    k = reinterpret(pipeline.k.index(0), dtype, [BN, D], tile_layout)
+    k = reinterpret(pipeline.k.index(0), dtype, [BN, BLOCK], tile_layout)
     none_s = gl.zeros([BN, BM], gl.float32, s_layout)
-    none_q = gl.zeros([BM, D], gl.float32, kv_layout)
-    dk = gl.zeros([BN, D], gl.float32, kv_layout)
-    dv = gl.zeros([BN, D], gl.float32, kv_layout)
+    none_q = gl.zeros([BM, D], gl.float32, k_layout)
+    none_r = gl.zeros([BM, 64], gl.float32, rest_layout)
+    dk = gl.zeros([BN, D], gl.float32, k_layout)
+    dk_rest = gl.zeros([BN, 64], gl.float32, rest_layout)
+    dv = gl.zeros([BN, DV], gl.float32, v_layout)
 
     mbarrier.wait(pipeline.kv_full, 0)
     mbarrier.wait(rows.full.index(0), 0)
-    q = reinterpret(q_s.index(0), dtype, [BM, D], tile_layout)
-    s = warpgroup_mma(k, q.permute((1, 0)), none_s, use_acc=False)
+    q = reinterpret(q_s.index(0), dtype, [BM, BLOCK], tile_layout)
+    s = warpgroup_mma_wait(0, deps=[_scores(k, q, none_s, CONFIG.D)])
     for i in range(steps):
         stage, after = i % STAGES, (i + 1) % STAGES
         # a zero that the compiler cannot fold; with a constant it keeps 60 registers of matrix descriptors in the loop
         zero = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1)
-        k = reinterpret(pipeline.k.index(zero), dtype, [BN, D], tile_layout)
-        v = reinterpret(pipeline.v.index(zero), dtype, [BN, D], tile_layout)
+        k = reinterpret(pipeline.k.index(zero), dtype, [BN, BLOCK], tile_layout)
+        v = reinterpret(pipeline.v.index(zero), dtype, [BN, DV], tile_layout)
         ds_t = ds_s.index(zero)
-        q = reinterpret(q_s.index(stage), dtype, [BM, D], tile_layout)
-        do = reinterpret(do_s.index(stage), dtype, [BM, D], tile_layout)
+        q = reinterpret(q_s.index(stage), dtype, [BM, BLOCK], tile_layout)
+        do = reinterpret(do_s.index(stage), dtype, [BM, DV], tile_layout)
         stat = stat_s.index(stage)
         dp = warpgroup_mma(v, do.permute((1, 0)), none_s, use_acc=False, is_async=True)
         lse = stat.slice(0, BM).load(gl.SliceLayout(0, s_layout))
@@ -128,30 +159,44 @@ def compute(block, schedule, pipeline, mask, scores, gradients, CONFIG: gl.const
         ds_t.store(ds)
         fence_async_shared()
         dv = warpgroup_mma_wait(0, deps=[dv])
-        dq = warpgroup_mma(ds_t.permute((1, 0)), k, none_q, use_acc=False, is_async=True)
-        dk = warpgroup_mma(ds_t, q, dk, is_async=True)
+        dq = warpgroup_mma(ds_t.permute((1, 0)), first_columns(k, D), none_q, use_acc=False, is_async=True)
+        if REST > 0:
+            k_rest, q_rest = k.slice(D, REST, dim=1), q.slice(D, REST, dim=1)
+            dq_rest = warpgroup_mma(ds_t.permute((1, 0)), k_rest, none_r, use_acc=False, is_async=True)
+            dk_rest = warpgroup_mma(ds_t, q_rest, dk_rest, is_async=True)
+        dk = warpgroup_mma(ds_t, first_columns(q, D), dk, is_async=True)
         # scores of the next step; they and dK overlap with the additions
         mbarrier.wait(rows.full.index(after), ((i + 1) // STAGES) & 1)
-        q = reinterpret(q_s.index(after), dtype, [BM, D], tile_layout)
-        s = warpgroup_mma(k, q.permute((1, 0)), none_s, use_acc=False, is_async=True)
-        at = sums + row_tile_of(block, tile, G).to(gl.int64) * (BM * D)
+        q = reinterpret(q_s.index(after), dtype, [BM, BLOCK], tile_layout)
+        s = _scores(k, q, none_s, CONFIG.D)
+        at = sums + row_tile_of(block, tile, G).to(gl.int64) * (BM * CONFIG.D)
         tile = next_tile(tile)
-        dq = warpgroup_mma_wait(2, deps=[dq])
+        if REST > 0:
+            # in flight: dk of the first columns, and the scores by two products
+            dq, dq_rest, dk_rest = warpgroup_mma_wait(3, deps=[dq, dq_rest, dk_rest])
+        else:
+            dq = warpgroup_mma_wait(2, deps=[dq])
         if CONFIG.ORDERED:
             mbarrier.wait(pipeline.may_add.index(i % 2), (i // 2) & 1)
-        _add(at, dq, BM, D, kv_layout)
+        _add(at, dq)
+        if REST > 0:
+            _add(at + BM * D, dq_rest)
         if CONFIG.ORDERED:
             mbarrier.arrive(pipeline.added.index(i % 2), count=1)
         s, dk = warpgroup_mma_wait(0, deps=[s, dk])
         mbarrier.arrive(rows.empty.index(stage))
 
     if CONFIG.WIDE:
-        store_float32(dk_out, dk * scores.scale, block.n * BN, block, mask.Tk, G)
-        store_float32(dv_out, dv, block.n * BN, block, mask.Tk, G)
+        store_float32(dk_out, dk * scores.scale, block.n * BN, block, mask.Tk, G, CONFIG.D)
+        if REST > 0:
+            store_float32(dk_out + D, dk_rest * scores.scale, block.n * BN, block, mask.Tk, G, CONFIG.D)
+        store_float32(dv_out, dv, block.n * BN, block, mask.Tk, G, DV)
     else:
-        k = reinterpret(pipeline.k.index(0), dtype, [BN, D], tile_layout)
-        v = reinterpret(pipeline.v.index(0), dtype, [BN, D], tile_layout)
-        k.store((dk * scores.scale).to(dtype))
+        k = reinterpret(pipeline.k.index(0), dtype, [BN, BLOCK], tile_layout)
+        v = reinterpret(pipeline.v.index(0), dtype, [BN, DV], tile_layout)
+        first_columns(k, D).store((dk * scores.scale).to(dtype))
+        if REST > 0:
+            k.slice(D, REST, dim=1).store((dk_rest * scores.scale).to(dtype))
         v.store(dv.to(dtype))
         fence_async_shared()
         async_store(dk_out, [block.b, block.n * BN, block.hk, 0], pipeline.k.index(0))

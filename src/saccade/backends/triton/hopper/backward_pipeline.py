@@ -26,9 +26,10 @@ AWAIT = gl.constexpr("""{
 class BackwardPipeline(NamedTuple):
     """Shared memory of a CTA.
 
-    rows: a ring of row tiles (q, do, stat). q, do: [1, BM, 1, D]; stat: [2 BM], lse in base 2 and delta. k, v:
-    [1, 1, BN, 1, D], loaded when kv_full completes. ds: [1 | 2, BN, BM]. may_add, added: mbarriers [2, 1], for even and
-    odd steps, between the warps that compute and the two that keep the order. p: [1, BN, BM], by columns only.
+    rows: a ring of row tiles (q, do, stat). q, do: [1, BM, 1, D | Dv]; stat: [2 BM], lse in base 2 and delta. k, v:
+    [1, 1, BN, 1, D | Dv], with D padded to a power of two, loaded when kv_full completes. ds: [1 | 2, BN, BM].
+    may_add, added: mbarriers [2, 1], for even and odd steps, between the warps that compute and the two that keep the
+    order. p: [1, BN, BM], by columns only.
     By keys only: dq [2, BM, D] float32; ds_full, ds_free: mbarriers [2, 1]; done: an mbarrier [1].
     """
 
@@ -49,12 +50,13 @@ class BackwardPipeline(NamedTuple):
 class Config(NamedTuple):
     """Constants of the backward kernel.
 
-    G: query heads per key head. NB: bands. LISTS_B, BANDS_B, ROWS_B: whether batch entries have lists, bands and row
-    intervals of their own. BLOCKS: a tile may have 64 keys inside a block of the mask and 64 outside. ORDERED: dQ is
-    added in a fixed order. WIDE: dk and dv are float32.
+    D: numbers of a row of q and k. G: query heads per key head. NB: bands. LISTS_B, BANDS_B, ROWS_B: whether batch
+    entries have lists, bands and row intervals of their own. BLOCKS: a tile may have 64 keys inside a block of the mask
+    and 64 outside. ORDERED: dQ is added in a fixed order. WIDE: dk and dv are float32.
     """
 
     STAGES: int
+    D: int
     G: int
     NB: int
     LISTS_B: bool
@@ -66,12 +68,14 @@ class Config(NamedTuple):
 
 
 @gluon.jit
-def store_float32(out, x, first, block, Tk, G: gl.constexpr):
-    """Store x, the dk or dv of keys from `first` on, in a float32 array: it does not fit into the space of k and v."""
-    D: gl.constexpr = x.shape[1]
+def store_float32(out, x, first, block, Tk, G: gl.constexpr, D: gl.constexpr):
+    """Store x, the dk or dv of keys from `first` on, in a float32 array: it does not fit into the space of k and v.
+
+    D: the numbers of a row of `out`, of which x may be a part.
+    """
     keys = first + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
     row = (block.b.to(gl.int64) * Tk + keys) * (block.Hq // G) + block.hk
-    at = gl.expand_dims(row * D, 1) + gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, x.type.layout)), 0)
+    at = gl.expand_dims(row * D, 1) + gl.expand_dims(gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout)), 0)
     gl.store(out + at, x, mask=gl.expand_dims(keys < Tk, 1))
 
 
@@ -83,7 +87,7 @@ def load(inputs, block, schedule, pipeline, EXTRA: gl.constexpr, G: gl.constexpr
     q_s, do_s, stat_s = rows.tiles
     BM: gl.constexpr = q.block_shape[1]
     BN: gl.constexpr = k.block_shape[1]
-    mbarrier.expect(pipeline.kv_full, 2 * k.block_type.nbytes)
+    mbarrier.expect(pipeline.kv_full, k.block_type.nbytes + v.block_type.nbytes)
     async_load(k, [block.b, block.n * BN, block.hk, 0], pipeline.kv_full, pipeline.k.index(0))
     async_load(v, [block.b, block.n * BN, block.hk, 0], pipeline.kv_full, pipeline.v.index(0))
     tile, steps = first_tile(block, schedule, G, 1)
@@ -91,7 +95,7 @@ def load(inputs, block, schedule, pipeline, EXTRA: gl.constexpr, G: gl.constexpr
         h = block.hk * G + tile.g
         stage = wait_empty(rows, i)
         full = rows.full.index(stage)
-        mbarrier.expect(full, 2 * q.block_type.nbytes + stat.block_type.nbytes)
+        mbarrier.expect(full, q.block_type.nbytes + do.block_type.nbytes + stat.block_type.nbytes)
         async_load(q, [block.b, tile.m * BM, h, 0], full, q_s.index(stage))
         at = ((block.b * block.Hq + h) * block.M + tile.m) * 2 * BM
         async_load(stat, [at], full, stat_s.index(stage))

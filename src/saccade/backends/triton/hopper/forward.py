@@ -46,9 +46,10 @@ LOG2E = math.log2(math.e)
 class ForwardPipeline(NamedTuple):
     """Shared memory of a CTA.
 
-    q: a ring of row tiles, NC arrays [1, 1, 64, D] per stage. k, v: rings of key tiles [1, 1, BN, D]; v is transposed
-    for 8-bit floats. work: int32, 8 numbers per stage of q: batch entry or -1 at the end, head, row tile, first and end
-    of its segments, and (begin, end, kind) of the first.
+    q: a ring of row tiles, NC arrays [1, 1, 64, D] per stage. k, v: rings of key tiles [1, 1, BN, D | Dv]; v is
+    transposed for 8-bit floats. A tile of q or k is `Tiles.pieces` arrays, one after the other. work: int32, 8 numbers
+    per stage of q: batch entry or -1 at the end, head, row tile, first and end of its segments, and (begin, end, kind)
+    of the first.
     """
 
     q: Any
@@ -60,8 +61,8 @@ class ForwardPipeline(NamedTuple):
 class Accumulator(NamedTuple):
     """The sums of 64 rows after the scores of key tile step - 1.
 
-    o [64, D] without the product of that tile, maxima m [64], sums l [64, 8] per thread, and the weights p [64, BN] of
-    the tile, in fp32 or rounded to an operand. wide: with `Tiles.every`, the sum [64, D] in fp32 to which o is
+    o [64, Dv] without the product of that tile, maxima m [64], sums l [64, 8] per thread, and the weights p [64, BN] of
+    the tile, in fp32 or rounded to an operand. wide: with `Tiles.every`, the sum [64, Dv] in fp32 to which o is
     added, and the factor [64] that it is multiplied by first; else empty.
     """
 
@@ -74,7 +75,7 @@ class Accumulator(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """64 rows of a piece of work: q in shared memory, their place, the mask and the parameters of scores."""
+    """64 rows of a piece of work: the number of their q in the ring, their place, the mask and parameters of scores."""
 
     q: Any
     block: Any
@@ -93,21 +94,30 @@ def _read(slot):
 
 
 @gluon.jit
-def _copy_tile(desc, b, h, row, ring, step, TRANSPOSED: gl.constexpr):
-    stage = wait_empty(ring, step)
-    full = ring.full.index(stage)
-    mbarrier.expect(full, desc.block_type.nbytes)
-    if TRANSPOSED:
-        async_load(desc, [b, h, 0, row], full, ring.tiles.index(stage))
-    else:
-        async_load(desc, [b, h, row, 0], full, ring.tiles.index(stage))
+def _copy_rows(desc, b, h, row, full, tiles, n, PIECES: gl.constexpr):
+    # tile n of rows from `row` on
+    for piece in gl.static_range(PIECES):
+        async_load(desc, [b, h, row, piece * desc.block_shape[3]], full, tiles.index(n * PIECES + piece))
 
 
 @gluon.jit
-def _load(inputs, scheduler, pipeline, NC: gl.constexpr):
+def _copy_tile(desc, b, h, row, ring, step, TRANSPOSED: gl.constexpr):
+    stage = wait_empty(ring, step)
+    full = ring.full.index(stage)
+    PIECES: gl.constexpr = ring.tiles.shape[0] // ring.full.shape[0]
+    mbarrier.expect(full, PIECES * desc.block_type.nbytes)
+    if TRANSPOSED:
+        async_load(desc, [b, h, 0, row], full, ring.tiles.index(stage))
+    else:
+        _copy_rows(desc, b, h, row, full, ring.tiles, stage, PIECES)
+
+
+@gluon.jit
+def _load(inputs, scheduler, pipeline, TILES: gl.constexpr):
     """One warp: draws pieces of work, announces them to the consumers, and copies their tiles of q, k and v."""
     q, k, v = inputs
     ring, work = pipeline.q, pipeline.work
+    NC: gl.constexpr = TILES.NC
     BN: gl.constexpr = k.block_shape[2]
     TRANSPOSED: gl.constexpr = k.dtype.primitive_bitwidth == 8
     step = 0
@@ -132,9 +142,9 @@ def _load(inputs, scheduler, pipeline, NC: gl.constexpr):
             _write(work.index(at + 5 + c), gl.load(scheduler.lists.seg + 3 * first + c, mask=first < last, other=0))
         barrier()
         full = ring.full.index(stage)
-        mbarrier.expect(full, NC * q.block_type.nbytes)
+        mbarrier.expect(full, NC * TILES.pieces * q.block_type.nbytes)
         for c in gl.static_range(NC):
-            async_load(q, [b, h, (tile * NC + c) * 64, 0], full, ring.tiles.index(stage * NC + c))
+            _copy_rows(q, b, h, (tile * NC + c) * 64, full, ring.tiles, stage * NC + c, TILES.pieces)
         piece += 1
         # V lags one key tile behind K, as in the consumers
         before = -1
@@ -166,17 +176,17 @@ def _take_turns(dtype: gl.dtype, NC: int) -> bool:
 def _fold(which: gl.constexpr, sums, keys, rows, pipeline, TILES: gl.constexpr):
     # computes scores and softmax of a key tile during the product of the previous tile
     step, o, m, l, p, wide = sums
-    q = rows.q
+    dtype: gl.constexpr = pipeline.q.tiles.dtype
     O: gl.constexpr = o.type.layout
     EARLY: gl.constexpr = p.dtype != gl.float32
-    RARELY: gl.constexpr = q.dtype.primitive_bitwidth == 16
-    TURNS: gl.constexpr = _take_turns(q.dtype, TILES.NC)
+    RARELY: gl.constexpr = dtype.primitive_bitwidth == 16
+    TURNS: gl.constexpr = _take_turns(dtype, TILES.NC)
     if not EARLY:
-        p = operand(p, O, q.dtype)
+        p = operand(p, O, dtype)
     stage = wait_full(pipeline.k, step)
     if TURNS:
         take_turn(which, step)
-    s = scores_of(q, pipeline.k, stage)
+    s = scores_of(pipeline.q, rows.q, pipeline.k, stage)
     o = add_values(p, o, pipeline.v, step - 1, TILES.every)
     if TURNS:
         pass_turn((which + 1) % TILES.NC, step)
@@ -196,7 +206,7 @@ def _fold(which: gl.constexpr, sums, keys, rows, pipeline, TILES: gl.constexpr):
             o, factor = rescaled(o, alpha, RARELY), factor * alpha
         wide = total, factor
     if EARLY:
-        p = operand(p, O, q.dtype)
+        p = operand(p, O, dtype)
     return Accumulator(step + 1, o, m, l, p, wide)
 
 
@@ -206,22 +216,24 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, TIL
     work = pipeline.work
     NC: gl.constexpr = TILES.NC
     BN: gl.constexpr = pipeline.k.tiles.shape[3]
-    D: gl.constexpr = pipeline.k.tiles.shape[4]
-    S: gl.constexpr = product_layout(pipeline.q.tiles.dtype, BN)
-    O: gl.constexpr = product_layout(pipeline.q.tiles.dtype, D)
+    # a tile of v is [BN, DV] or [DV, BN]
+    DV: gl.constexpr = pipeline.v.tiles.shape[3] * pipeline.v.tiles.shape[4] // BN
+    dtype: gl.constexpr = pipeline.q.tiles.dtype
+    S: gl.constexpr = product_layout(dtype, BN)
+    O: gl.constexpr = product_layout(dtype, DV)
     R: gl.constexpr = gl.SliceLayout(1, S)
     # with three warpgroups the registers cannot hold p in fp32 next to the following scores, so p is rounded early
     EARLY: gl.constexpr = NC == 3
     step = 0
     piece = 0
-    if _take_turns(pipeline.q.tiles.dtype, NC) and which == NC - 1:
+    if _take_turns(dtype, NC) and which == NC - 1:
         pass_turn(0, step)
     mbarrier.wait(pipeline.q.full.index(0), 0)
     b = _read(work.index(0))
     while b >= 0:
         stage = piece % pipeline.q.full.shape[0]
         at = 8 * stage
-        q = pipeline.q.tiles.index(stage * NC + which).reshape([64, D])
+        q = stage * NC + which
         h = _read(work.index(at + 1))
         tile = _read(work.index(at + 2))
         first = _read(work.index(at + 3))
@@ -236,7 +248,7 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, TIL
             factors = scores.descale + b * scheduler.Hq + h
             scale = scores.scale * gl.load(factors)
             own = Scores(scale, scores.softcap, scores.sinks, gl.load(factors + scheduler.BH))
-        o = gl.zeros([64, D], gl.float32, O)
+        o = gl.zeros([64, DV], gl.float32, O)
         m = gl.full([64], float("-inf"), gl.float32, R)
         l = by_thread(gl.zeros([64, BN], gl.float32, S), False)
         if first < last:
@@ -244,12 +256,12 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, TIL
             j = _read(work.index(at + 5))
             kind = _read(work.index(at + 7))
             test = (kind != 2) | (_read(work.index(at + 6)) - j < BN)
-            s = scores_of(q, pipeline.k, wait_full(pipeline.k, step))
+            s = scores_of(pipeline.q, q, pipeline.k, wait_full(pipeline.k, step))
             s = warpgroup_mma_wait(0, deps=[s])
             release(pipeline.k, step)
             p, m, l, alpha = softmax(s, m, l, KeyTile(j, kind, test), block, mask, own)
             if EARLY:
-                p = operand(p, O, q.dtype)
+                p = operand(p, O, dtype)
             wide = ()
             if TILES.every > 0:
                 wide = o, alpha
@@ -267,7 +279,7 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, TIL
             release(pipeline.q, piece)
             step, o, m, l, p, wide = sums
             if not EARLY:
-                p = operand(p, O, q.dtype)
+                p = operand(p, O, dtype)
             o = add_values(p, o, pipeline.v, step - 1, TILES.every)
             o = warpgroup_mma_wait(0, deps=[o])
             if TILES.every > 0:
@@ -289,8 +301,8 @@ def _partition(inputs, scheduler, mask, scores, output, TILES: gl.constexpr):
     QS: gl.constexpr = TILES.q_stages
     STAGES: gl.constexpr = TILES.stages
     bar: gl.constexpr = mbarrier.MBarrierLayout()
-    q_tiles = gl.allocate_shared_memory(q.dtype, [QS * NC] + q.block_shape, q.layout)
-    k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES] + k.block_shape, k.layout)
+    q_tiles = gl.allocate_shared_memory(q.dtype, [QS * NC * TILES.pieces] + q.block_shape, q.layout)
+    k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES * TILES.pieces] + k.block_shape, k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES] + v.block_shape, v.layout)
     work = gl.allocate_shared_memory(gl.int32, [8 * QS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [QS, 1], bar)
@@ -315,7 +327,7 @@ def _partition(inputs, scheduler, mask, scores, output, TILES: gl.constexpr):
         gl.warp_specialize(
             [
                 (_compute, (0, pipeline, scheduler, mask, scores, output, TILES)),
-                (_load, (inputs, scheduler, pipeline, NC)),
+                (_load, (inputs, scheduler, pipeline, TILES)),
             ],
             [1],
             [24],
@@ -325,7 +337,7 @@ def _partition(inputs, scheduler, mask, scores, output, TILES: gl.constexpr):
             [
                 (_compute, (0, pipeline, scheduler, mask, scores, output, TILES)),
                 (_compute, (1, pipeline, scheduler, mask, scores, output, TILES)),
-                (_load, (inputs, scheduler, pipeline, NC)),
+                (_load, (inputs, scheduler, pipeline, TILES)),
             ],
             [4, 1],
             [240, 24],
@@ -336,7 +348,7 @@ def _partition(inputs, scheduler, mask, scores, output, TILES: gl.constexpr):
                 (_compute, (0, pipeline, scheduler, mask, scores, output, TILES)),
                 (_compute, (1, pipeline, scheduler, mask, scores, output, TILES)),
                 (_compute, (2, pipeline, scheduler, mask, scores, output, TILES)),
-                (_load, (inputs, scheduler, pipeline, NC)),
+                (_load, (inputs, scheduler, pipeline, TILES)),
             ],
             [4, 4, 1],
             [160, 160, 32],
@@ -361,11 +373,11 @@ def _forward(
 def forward(
     call: AttentionLaunch, schedule: ForwardSchedule, o: Tensor, lse: Tensor, *, grid: int = 0, section: int = 0
 ) -> None:
-    """Compute o [B, Tq, Hq, D], whose rows are contiguous, and lse float32 [B, Tq, Hq].
+    """Compute o [B, Tq, Hq, Dv], whose rows are contiguous, and lse float32 [B, Tq, Hq].
 
-    call: with q [B, Tq, Hq, D], k, v [B, Tk, Hk, D], bf16, fp16 or e4m3, as `fits` allows. e4m3 of a size that
-    `TILES_8` lacks is cast to bf16. schedule: of its plan. grid (CTAs) and section (query heads computed together)
-    override the choice by head size and device.
+    call: with q [B, Tq, Hq, D], k [B, Tk, Hk, D], v [B, Tk, Hk, Dv], bf16, fp16 or e4m3, as `fits` allows.
+    e4m3 of a size that `TILES_8` lacks is cast to bf16. schedule: of its plan. grid (CTAs) and section (query heads
+    computed together) override the choice by head size and device.
     """
     p, (q, k, v) = call.problem, (x.p for x in call.qkv)
     if q.itemsize == 1 and p.D not in TILES_8:

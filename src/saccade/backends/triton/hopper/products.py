@@ -27,13 +27,17 @@ def operand(p, layout: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def scores_of(q, ring, stage):
-    """Issue q · k for the key tile of a stage."""
-    BN: gl.constexpr = ring.tiles.shape[3]
-    D: gl.constexpr = ring.tiles.shape[4]
-    S: gl.constexpr = product_layout(q.dtype, BN)
-    k = ring.tiles.index(stage).reshape([BN, D]).permute([1, 0])
-    return warpgroup_mma(q, k, gl.zeros([64, BN], gl.float32, S), use_acc=False, is_async=True)
+def scores_of(queries, n, keys, stage):
+    """Issue q · k for tile n of the ring of queries and the key tile of a stage."""
+    BN: gl.constexpr = keys.tiles.shape[3]
+    D: gl.constexpr = keys.tiles.shape[4]
+    PIECES: gl.constexpr = keys.tiles.shape[0] // keys.full.shape[0]
+    s = gl.zeros([64, BN], gl.float32, product_layout(keys.tiles.dtype, BN))
+    for piece in gl.static_range(PIECES):
+        q = queries.tiles.index(n * PIECES + piece).reshape([64, D])
+        k = keys.tiles.index(stage * PIECES + piece).reshape([BN, D]).permute([1, 0])
+        s = warpgroup_mma(q, k, s, use_acc=piece > 0, is_async=True)
+    return s
 
 
 @gluon.jit

@@ -10,11 +10,12 @@ import triton
 
 
 class SumTile(NamedTuple):
-    """A tile of the sums of dQ: rows, columns, and the number of sums per tile."""
+    """A tile of the sums of dQ: rows, columns, the number of sums per tile, and the columns taken at a time."""
 
     BM: int
     D: int
     KINDS: int
+    COLUMNS: int
 
 
 @triton.jit
@@ -37,9 +38,12 @@ def prepare(lse, delta, stat, sums, counts, sizes, TILE: tl.constexpr):
     at = stat + tile.to(tl.int64) * (2 * BM) + tl.arange(0, BM)
     tl.store(at, tl.where(empty, float("inf"), low * 1.4426950408889634))
     tl.store(at + BM, tl.where(empty, 0.0, less))
+    COLUMNS: tl.constexpr = TILE.COLUMNS
     for kind in tl.static_range(KINDS):
         of = tile + kind * (tl.num_programs(0) * Hq * tl.num_programs(2))
-        tl.store(sums + of.to(tl.int64) * (BM * D) + tl.arange(0, BM * D), tl.zeros([BM * D], tl.float32))
+        for n in tl.static_range(0, BM * D, BM * COLUMNS):
+            here = n + tl.arange(0, BM * COLUMNS)
+            tl.store(sums + of.to(tl.int64) * (BM * D) + here, tl.zeros([BM * COLUMNS], tl.float32))
         tl.store(counts + 1 + of, 0)
     if tile == 0:
         tl.store(counts, 0)
@@ -49,7 +53,7 @@ def prepare(lse, delta, stat, sums, counts, sizes, TILE: tl.constexpr):
 def convert(sums, dq, scale, sizes, TILE: tl.constexpr, ROWS: tl.constexpr):
     """Write one tile of dQ, a `launch.Array`, scaled and rounded.
 
-    sums: in rows if ROWS, otherwise in the order of `backward_by_columns`.
+    sums: in rows if ROWS, which takes all columns at a time, otherwise in the order of `backward_by_columns`.
     """
     BM: tl.constexpr = TILE.BM
     D: tl.constexpr = TILE.D
@@ -57,18 +61,21 @@ def convert(sums, dq, scale, sizes, TILE: tl.constexpr, ROWS: tl.constexpr):
     Hq, Tq = sizes
     m, h, b, M = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(0)
     tile = ((b * Hq + h) * M + m).to(tl.int64)
-    x = tl.load(sums + tile * (BM * D) + tl.arange(0, BM * D))
-    for kind in tl.static_range(1, KINDS):
-        x += tl.load(sums + (tile + kind * (M * Hq * tl.num_programs(2))) * (BM * D) + tl.arange(0, BM * D))
-    if ROWS:
-        x = tl.reshape(x, (BM, D))
-    else:
-        # 64 rows, 8 columns | warp, 8 rows, 4 column pairs | row of a pair, column of a pair
-        x = tl.reshape(x, (BM // 64, D // 8, 4, 8, 4, 2, 2))
-        x = tl.reshape(tl.permute(x, (0, 2, 5, 3, 1, 4, 6)), (BM, D))
-    t, d = m * BM + tl.arange(0, BM), tl.arange(0, D)
-    at = dq.p + b.to(tl.int64) * dq.b + t.to(tl.int64)[:, None] * dq.t + h.to(tl.int64) * dq.h + d[None, :]
-    tl.store(at, (x * scale).to(dq.p.dtype.element_ty), t[:, None] < Tq)
+    COLUMNS: tl.constexpr = TILE.COLUMNS
+    for first in tl.static_range(0, D, COLUMNS):
+        here = first * BM + tl.arange(0, BM * COLUMNS)
+        x = tl.load(sums + tile * (BM * D) + here)
+        for kind in tl.static_range(1, KINDS):
+            x += tl.load(sums + (tile + kind * (M * Hq * tl.num_programs(2))) * (BM * D) + here)
+        if ROWS:
+            x = tl.reshape(x, (BM, D))
+        else:
+            # 64 rows, 8 columns | warp, 8 rows, 4 column pairs | row of a pair, column of a pair
+            x = tl.reshape(x, (BM // 64, COLUMNS // 8, 4, 8, 4, 2, 2))
+            x = tl.reshape(tl.permute(x, (0, 2, 5, 3, 1, 4, 6)), (BM, COLUMNS))
+        t, d = m * BM + tl.arange(0, BM), first + tl.arange(0, COLUMNS)
+        at = dq.p + b.to(tl.int64) * dq.b + t.to(tl.int64)[:, None] * dq.t + h.to(tl.int64) * dq.h + d[None, :]
+        tl.store(at, (x * scale).to(dq.p.dtype.element_ty), t[:, None] < Tq)
 
 
 @triton.jit

@@ -20,6 +20,7 @@ class Tiles(NamedTuple):
 
     stages, q_stages: depths of the rings of K and V, and of Q. every: of 8-bit floats, the key tiles whose products the
     tensor cores add, with 13 bits after the point, before their sum is added in float32; 0 for 16-bit floats.
+    pieces: arrays in which a row of q or k lies, because the columns of an array are a power of two.
     """
 
     BN: int
@@ -27,6 +28,7 @@ class Tiles(NamedTuple):
     stages: int
     q_stages: int
     every: int = 0
+    pieces: int = 1
 
     @property
     def BM(self) -> int:
@@ -35,10 +37,15 @@ class Tiles(NamedTuple):
 
 
 # per head size, for 16-bit floats and for 8-bit floats; the registers have no room for two sums of 256 columns
-TILES = {64: Tiles(128, 3, 2, 2), 128: Tiles(128, 2, 2, 2), 256: Tiles(64, 2, 2, 1)}
+TILES = {
+    64: Tiles(128, 3, 2, 2), 128: Tiles(128, 2, 2, 2), 192: Tiles(128, 2, 2, 1, pieces=3), 256: Tiles(64, 2, 2, 1)
+}  # fmt: skip
 TILES_8 = {64: Tiles(128, 2, 4, 2, every=1), 128: Tiles(64, 2, 4, 2, every=1)}
 # for masks whose blocks do not contain these tiles: first for blocks of 128, then of 64
-IN_BLOCKS = {64: (Tiles(128, 2, 4, 2), Tiles(64, 1, 4, 2)), 128: (Tiles(64, 1, 2, 2),), 256: ()}
+IN_BLOCKS = {
+    64: (Tiles(128, 2, 4, 2), Tiles(64, 1, 4, 2)), 128: (Tiles(64, 1, 2, 2),),
+    192: (Tiles(64, 1, 2, 1, pieces=3),), 256: (),
+}  # fmt: skip
 
 
 def known_tiles(dtype: torch.dtype, D: int) -> tuple[Tiles, ...]:
@@ -55,10 +62,14 @@ def tiles_of(dtype: torch.dtype, D: int, grids: Iterable[Grid] = ()) -> Tiles | 
 
 
 def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Tiles of `rows` rows of x [B, T, H, D], addressed (b, h, t, 0); reads beyond T return 0."""
+    """Tiles of `rows` rows of x [B, T, H, D], addressed (b, h, t, column); reads beyond T return 0.
+
+    They have all columns, or 64 if D is no power of two.
+    """
     B, T, H, D = x.shape
     b, t, h, _ = (s if n > 1 else D for s, n in zip(x.stride(), x.shape, strict=True))
-    return TensorDescriptor(x, [B, H, T, D], [b, h, t, 1], [1, 1, rows, D], _layout(x, D))
+    columns = 64 if D & (D - 1) else D
+    return TensorDescriptor(x, [B, H, T, D], [b, h, t, 1], [1, 1, rows, columns], _layout(x, columns))
 
 
 def tiled(x: torch.Tensor, tile: list[int]) -> TensorDescriptor:

@@ -194,9 +194,9 @@ def _parts(x):
 @triton.jit
 def _product(a, b, EXACT: tl.constexpr):
     # float32 as three products of tf32. The outer addition, and max_num_imprecise_acc, keep the accumulation out of the
-    # matrix unit, which truncates sums instead of rounding them.
+    # matrix unit, which truncates sums instead of rounding them, and out of one long sum of plain products.
     if EXACT == 2:
-        return tl.dot(a, b, input_precision="ieee")
+        return tl.dot(a, b, input_precision="ieee", max_num_imprecise_acc=1)
     else:
         a_high, a_low = _parts(a)
         b_high, b_low = _parts(b)

@@ -29,7 +29,10 @@ def rows_of_groups(place, lists, hk, i, BM: tl.constexpr):
     group = i // blocks
     r = i % blocks * BM + tl.arange(0, BM)
     t = group * lists.rows + r // place.G
-    return group, t, hk * place.G + r % place.G, (r < lists.rows * place.G) & (t < place.Tq)
+    ok = (r < lists.rows * place.G) & (t < place.Tq)
+    # rows past the end see what the last one sees: a key that no row sees may be NaN
+    t = tl.minimum(t, tl.minimum((group + 1) * lists.rows, place.Tq) - 1)
+    return group, t, hk * place.G + r % place.G, ok
 
 
 @triton.jit
