@@ -94,10 +94,10 @@ def _read(slot):
 
 
 @gluon.jit
-def _copy_rows(desc, b, h, row, full, tiles, n, PIECES: gl.constexpr):
-    # tile n of rows from `row` on
+def _copy_rows(desc, at, full, tiles, n, PIECES: gl.constexpr):
+    # tile n, of the rows from (b, h, row) on
     for piece in gl.static_range(PIECES):
-        async_load(desc, [b, h, row, piece * desc.block_shape[3]], full, tiles.index(n * PIECES + piece))
+        async_load(desc, [at[0], at[1], at[2], piece * desc.block_shape[3]], full, tiles.index(n * PIECES + piece))
 
 
 @gluon.jit
@@ -109,7 +109,7 @@ def _copy_tile(desc, b, h, row, ring, step, TRANSPOSED: gl.constexpr):
     if TRANSPOSED:
         async_load(desc, [b, h, 0, row], full, ring.tiles.index(stage))
     else:
-        _copy_rows(desc, b, h, row, full, ring.tiles, stage, PIECES)
+        _copy_rows(desc, (b, h, row), full, ring.tiles, stage, PIECES)
 
 
 @gluon.jit
@@ -144,7 +144,7 @@ def _load(inputs, scheduler, pipeline, TILES: gl.constexpr):
         full = ring.full.index(stage)
         mbarrier.expect(full, NC * TILES.pieces * q.block_type.nbytes)
         for c in gl.static_range(NC):
-            _copy_rows(q, b, h, (tile * NC + c) * 64, full, ring.tiles, stage * NC + c, TILES.pieces)
+            _copy_rows(q, (b, h, (tile * NC + c) * 64), full, ring.tiles, stage * NC + c, TILES.pieces)
         piece += 1
         # V lags one key tile behind K, as in the consumers
         before = -1
