@@ -100,7 +100,8 @@ biases, ALiBi, sinks and dropout (Philox-4x32-10).
   tokens), softcap, sinks, and blocks of multiples of 64 (of 128 queries at D = 256). The portable kernels compute
   everything else; `saccade explain --device h200` prints which kernels are used and why.
 - **Hopper, gradients**: dQ is summed in a fixed order unless `deterministic=False`.
-- **Hopper, 8-bit floats**: the same masks and sizes, and blocks of multiples of 128. D = 256 is computed in bfloat16.
+- **Hopper, 8-bit floats**: the same masks and sizes, and blocks of multiples of 128. D of 192 and 256 is
+  computed in bfloat16.
 - **Decode**: the queries of a group are in one tile, and the keys are split over the GPU. A `KVCache` on the GPU
   stores its lengths there, and no step waits for them.
 - **Keys**: in pages of any size and as codes, by the portable kernels, without gradients.

@@ -95,10 +95,9 @@ def _read(slot):
 
 @gluon.jit
 def _copy_rows(desc, at, full, tiles, n, PIECES: gl.constexpr):
-    # tile n of rows; at: batch entry, head, first row
-    b, h, row = at
+    # tile n, of the rows from (b, h, row) on
     for piece in gl.static_range(PIECES):
-        async_load(desc, [b, h, row, piece * desc.block_shape[3]], full, tiles.index(n * PIECES + piece))
+        async_load(desc, [at[0], at[1], at[2], piece * desc.block_shape[3]], full, tiles.index(n * PIECES + piece))
 
 
 @gluon.jit

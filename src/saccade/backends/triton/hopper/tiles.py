@@ -37,12 +37,20 @@ class Tiles(NamedTuple):
 
 
 # per head size, for 16-bit floats and for 8-bit floats; the registers have no room for two sums of 256 columns
-TILES = {64: Tiles(128, 3, 2, 2), 128: Tiles(128, 2, 2, 2), 256: Tiles(64, 2, 2, 1)}
-TILES[192] = Tiles(128, 2, 2, 1, pieces=3)
+TILES = {
+    64: Tiles(128, 3, 2, 2),
+    128: Tiles(128, 2, 2, 2),
+    192: Tiles(128, 2, 2, 1, pieces=3),
+    256: Tiles(64, 2, 2, 1),
+}
 TILES_8 = {64: Tiles(128, 2, 4, 2, every=1), 128: Tiles(64, 2, 4, 2, every=1)}
 # for masks whose blocks do not contain these tiles: first for blocks of 128, then of 64
-IN_BLOCKS = {64: (Tiles(128, 2, 4, 2), Tiles(64, 1, 4, 2)), 128: (Tiles(64, 1, 2, 2),), 256: ()}
-IN_BLOCKS[192] = (Tiles(64, 1, 2, 1, pieces=3),)
+IN_BLOCKS = {
+    64: (Tiles(128, 2, 4, 2), Tiles(64, 1, 4, 2)),
+    128: (Tiles(64, 1, 2, 2),),
+    192: (Tiles(64, 1, 2, 1, pieces=3),),
+    256: (),
+}
 
 
 def known_tiles(dtype: torch.dtype, D: int) -> tuple[Tiles, ...]:
