@@ -133,6 +133,9 @@ def _cuts() -> Iterator[Case]:
         "blocks-window": {"D": 64, "mask": f"tiles({_blocks(5, 6)}, 64) | window(20, 9)"},
         "blocks-wide": {"D": 256, "mask": f"tiles({_blocks(3, 3)}, 128) & window(200, 120)", "sinks": True},
         "global": {"D": 128, "mask": "window(40, 9) | global_tokens([3, 250])"},
+        "latent": {"D": 192, "Dv": 128, "mask": "causal() & window(99, 0)", "sinks": True},
+        "latent-documents": {"B": 2, "D": 192, "Dv": 128, "mask": f"documents({ids})", "softcap": 2.0},
+        "latent-blocks": {"D": 192, "Dv": 128, "mask": f"tiles({_blocks(5, 6)}, 64) & window(200, 9)"},
     }
     for name, more in masks.items():
         yield _case(f"cut-{name}", 290, 330, Hq=2, Hk=1, tags="slow", **more)
