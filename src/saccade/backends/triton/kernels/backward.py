@@ -232,8 +232,7 @@ def _refine(weighed, attention):
     if config.LAST:
         whole = total
         if attention.scores.sinks is not None:
-            sink = tl.load(attention.scores.sinks + h, mask=ok, other=0.0)
-            whole += tl.where(b_lse == float("-inf"), 0.0, tl.exp(sink - b_lse))
+            whole += tl.where(b_lse == float("-inf"), 0.0, tl.exp(tl.load(attention.scores.sinks + h) - b_lse))
         own = tl.abs(whole - 1.0) <= 9.5367431640625e-07 * tl.maximum(tl.abs(b_lse), 1.0)
         total = tl.where(own, 1.0 / whole, 1.0)
         x = sum_dp * total
