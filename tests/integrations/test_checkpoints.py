@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from saccade.models.attended import attended
 from saccade.models.batching import serve
+from saccade.models.indexer import LightningIndexer
 from saccade.models.loading import load_model
 from saccade.models.sampling import Sampler, generate
 
@@ -88,6 +89,12 @@ def test_absorbed_or_not(name, tmp_path) -> None:
         else:
             served = dict(serve(model, [ids[0, :20].tolist(), ids[1, :7].tolist()], 25, Sampler(0.0), chunk=8))
             assert [[token] for token in served[0]] == text
+        if "3.2" in name:
+            # rounded rows change which keys the indexer chooses, unless it chooses all of them
+            for layer in model.modules():
+                if isinstance(layer, LightningIndexer):
+                    layer.count = 60
+            want = model(ids)
         coded = model.make_caches(2, 60, "int8")
         found = torch.cat([model(ids[:, :30], caches=coded), model(ids[:, 30:], caches=coded)], 1)
         assert (found - want).norm() < 0.02 * want.norm()
