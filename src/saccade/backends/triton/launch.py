@@ -127,8 +127,18 @@ class AttentionLaunch(Launches):
         p, at, of = self.problem, self.lists(n), self.arrays.lists
         if of is None:
             return self.tile(kernel), at, at.n_tiles * at.n_classes * p.B * p.Hq
-        tile = tiles.tile_of(kernel, self.chip, p).of(rows=min(64, tiles.block(p.G * of.rows)))
-        return tile, at, of.groups * -(-of.rows * p.G // tile.BM) * p.B * p.Hk
+        tile = tiles.tile_of(kernel, self.chip, p).of(rows=self.rows_of_group)
+        return tile, at, self.blocks_of_groups(tile.BM) * p.B * p.Hk
+
+    @property
+    def rows_of_group(self) -> int:
+        """The rows of a tile of a group with selected keys: all query heads of a key head, at most 64 rows."""
+        return min(64, tiles.block(self.problem.G * self.arrays.lists.rows))
+
+    def blocks_of_groups(self, BM: int) -> int:
+        """How many blocks of BM rows the groups of a key head have."""
+        of = self.arrays.lists
+        return of.groups * -(-of.rows * self.problem.G // BM)
 
 
 def forward(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:

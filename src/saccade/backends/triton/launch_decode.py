@@ -43,8 +43,8 @@ def selected(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
     """Compute the lists of selected keys, in ranges if there are few of them, then merge these into o and lse."""
     p, of, at = call.problem, call.arrays.lists, call.lists(0)
     tile, keys = tiles.decode_tile(call.chip, p, call.arrays.k.page or 0, of.n * of.block), of.n * of.block
-    tile = tile._replace(BM=min(64, tiles.block(p.G * of.rows)))
-    blocks = of.groups * -(-of.rows * p.G // tile.BM)
+    tile = tile._replace(BM=call.rows_of_group)
+    blocks = call.blocks_of_groups(tile.BM)
     wanted = min(2 * multiprocessors(p.device) // max(1, p.B * p.Hk * blocks), keys // tiles.SPLIT_LEAST)
     each = -(-keys // max(1, wanted) // tile.BN) * tile.BN
     split = Split(blocks, max(1, -(-keys // max(1, each))), each)

@@ -149,6 +149,13 @@ def wide(sums):
 
 
 @triton.jit
+def in_class(place, start, first, end, BLOCK: tl.constexpr):
+    """The keys or rows first <= a < min(first + BLOCK, end) of a class that starts at `start`, and which exist."""
+    a = first + tl.arange(0, BLOCK)
+    return start + place.step * a, a < end
+
+
+@triton.jit
 def owned_rows(attention):
     """What a program owns: (number of its tile or group, batch entry, heads, key head, rows t [BM], which exist, first
     key of the class, first segment, end of the segments, record of the mask). Selected keys have no segments."""
@@ -225,8 +232,8 @@ def _refine(weighed, attention):
     for m in range(first, last):
         begin, end, _kind = segment(place, m)
         for k0 in range(begin, end, BN):
-            c = k0 + tl.arange(0, BN)
-            _k, p, raw, _ds = of_keys(queries, attention, start + place.step * c, c < end, True)
+            j, inside = in_class(place, start, k0, end, BN)
+            _k, p, raw, _ds = of_keys(queries, attention, j, inside, True)
             total += tl.sum(p, 1)
             sum_dp += tl.sum(raw, 1)
     if config.LAST:
@@ -297,15 +304,13 @@ def _dq(grads, attention):
         begin, end, kind = segment(place, m)
         edge = plain_end(begin, end, kind, attention.scores, BN)
         for k0 in range(begin, edge, BN):
-            c = k0 + tl.arange(0, BN)
-            j = start + place.step * c
-            acc, slopes, sums = dq_step((acc, slopes, sums), queries, attention, grads, j, c < end, False)
+            j, inside = in_class(place, start, k0, end, BN)
+            acc, slopes, sums = dq_step((acc, slopes, sums), queries, attention, grads, j, inside, False)
         # an empty loop would still fill its pipeline
         if edge < end:
             for k0 in range(edge, end, BN):
-                c = k0 + tl.arange(0, BN)
-                j = start + place.step * c
-                acc, slopes, sums = dq_step((acc, slopes, sums), queries, attention, grads, j, c < end, True)
+                j, inside = in_class(place, start, k0, end, BN)
+                acc, slopes, sums = dq_step((acc, slopes, sums), queries, attention, grads, j, inside, True)
     acc = acc * attention.scores.scale
     if config.ADD:
         acc += load_rows(grads.dq, (b, h, t), ok, config.D, config.BLOCK_D).to(tl.float32)
@@ -396,14 +401,12 @@ def _dkdv(grads, attention):
             begin, end, kind = segment(place, m)
             edge = plain_end(begin, end, kind, attention.scores, BM)
             for q0 in range(begin, edge, BM):
-                a = q0 + tl.arange(0, BM)
-                t = tile.start + place.step * a
-                acc_k, acc_v, sums = dkdv_step((acc_k, acc_v, sums), keys, attention, t, a < end, None, SUMS)
+                t, rows = in_class(place, tile.start, q0, end, BM)
+                acc_k, acc_v, sums = dkdv_step((acc_k, acc_v, sums), keys, attention, t, rows, None, SUMS)
             # an empty loop would still fill its pipeline
             if edge < end:
                 for q0 in range(edge, end, BM):
-                    a = q0 + tl.arange(0, BM)
-                    t, rows = tile.start + place.step * a, a < end
+                    t, rows = in_class(place, tile.start, q0, end, BM)
                     inside = rows[None, :] & ok[:, None]
                     acc_k, acc_v, sums = dkdv_step((acc_k, acc_v, sums), keys, attention, t, rows, inside, SUMS)
         if grads.dscores is not None:
