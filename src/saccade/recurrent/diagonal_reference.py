@@ -1,7 +1,8 @@
 """Recurrences over diagonal states, slow and simple: the float64 oracle, and the plain recurrence in any dtype.
 
 Every function takes the arrays of its public call by name, `dtype`, and optionally `dy` and `dfinal`: without them it
-returns (y, final state), with them the gradients of sum(dy * y) + sum(dfinal * final state) by name.
+returns (y, final state), with them the gradients of sum(dy * y) + sum(dfinal * final state) by name. The terms of a
+gradient that is a sum over tokens are added in the order of the number `order`.
 """
 
 from __future__ import annotations
@@ -59,10 +60,17 @@ def _of_channels(x: Array, D: int) -> Array:
     return x.repeat(D // x.shape[2], 2)
 
 
-def _shaped_like(d: Array, x: Array) -> Array:
+def _of_tokens(d: Array, order: int) -> Array:
+    # the sum over batch and tokens
+    d = d.reshape(-1, *d.shape[2:])
+    return (np.random.default_rng(order).permutation(d) if order else d).sum(0)
+
+
+def _shaped_like(d: Array, x: Array, order: int) -> Array:
     # the gradient of the argument of `_of_channels`
     if x.ndim <= 2:
-        return d.sum((0, 1)) if x.ndim == 2 else d.sum((0, 1, 2))
+        total = _of_tokens(d, order)
+        return total if x.ndim == 2 else total.sum(0)
     return d.sum(2) if x.ndim == 3 else d.reshape(*x.shape[:3], d.shape[2] // x.shape[2], x.shape[3]).sum(3)
 
 
@@ -82,6 +90,7 @@ def selective_scan(
     delta_softplus: bool = False,
     initial_state: Any = None,
     cotangents: Any = None,
+    order: int = 0,
     dtype: Any = np.float64,
 ) -> Any:
     """`saccade.recurrent.selective_scan`."""
@@ -116,11 +125,11 @@ def selective_scan(
     grads = {
         "u": step * through_B + (0 if skip is None else skip * dp),
         "delta": draw,
-        "A": (dx * step[..., None]).sum((0, 1)),
-        "B": _shaped_like(dhs * (step * u)[..., None], B),
-        "C": _shaped_like(h[:, 1:] * dp[..., None], C),
-        "D": (dp * u).sum((0, 1)),
-        "delta_bias": draw.sum((0, 1)),
+        "A": _of_tokens(dx * step[..., None], order),
+        "B": _shaped_like(dhs * (step * u)[..., None], B, order),
+        "C": _shaped_like(h[:, 1:] * dp[..., None], C, order),
+        "D": _of_tokens(dp * u, order),
+        "delta_bias": _of_tokens(draw, order),
     }
     if z is not None:
         grads["z"] = dy * p * _sigmoid(z) * (1 + z * _sigmoid(-z))
@@ -136,6 +145,7 @@ def rg_lru(
     *,
     initial_state: Any = None,
     cotangents: Any = None,
+    order: int = 0,
     dtype: Any = np.float64,
 ) -> Any:
     """`saccade.recurrent.rg_lru`."""
@@ -163,7 +173,7 @@ def rg_lru(
         "x": dhs * root * si,
         "r": dlog * slope * sr * _sigmoid(-r),
         "i": dhs * root * x * si * _sigmoid(-i),
-        "a_param": (dlog * sr).sum((0, 1)) * -8 * _sigmoid(a_param),
+        "a_param": _of_tokens(dlog * sr, order) * -8 * _sigmoid(a_param),
     }
     return grads if initial_state is None else {**grads, "initial_state": dh}
 
@@ -176,6 +186,7 @@ def causal_conv1d(
     activation: Any = None,
     initial_state: Any = None,
     cotangents: Any = None,
+    order: int = 0,
     dtype: Any = np.float64,
 ) -> Any:
     """`saccade.recurrent.causal_conv1d`."""
@@ -192,7 +203,8 @@ def causal_conv1d(
     dall[:, T:] += dfinal.astype(dtype).swapaxes(1, 2)
     for j in range(K):
         dall[:, j : j + T] += w[:, j] * dp
-    grads = {"x": dall[:, K - 1 :], "weight": np.stack([(dp * all_x[:, j : j + T]).sum((0, 1)) for j in range(K)], 1)}
+    dw = [_of_tokens(dp * all_x[:, j : j + T], order) for j in range(K)]
+    grads = {"x": dall[:, K - 1 :], "weight": np.stack(dw, 1)}
     if bias is not None:
-        grads["bias"] = dp.sum((0, 1))
+        grads["bias"] = _of_tokens(dp, order)
     return grads if initial_state is None else {**grads, "initial_state": dall[:, : K - 1].swapaxes(1, 2)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,7 +36,11 @@ CHANNELS = {"u": 1, "delta": 1, "z": 1, "o": 1, "D": 1, "delta_bias": 1, **dict.
 
 
 def in_order(n: int, op: Op, arrays: Arrays, dtype: Any, grad_outputs: Any) -> Arrays:
-    """The plain recurrence with its slots, and the channels in each group of a scan, in the n-th order."""
+    """The plain recurrence in the n-th order of its slots, of a scan's channels in each group, and of tokens in sums.
+
+    Without the tokens, a sum over them would have one order, and that may be close to exact by luck.
+    """
+    op = replace(op, options={**op.options, "order": n})
     if n == 0 or "A" not in arrays:
         return expected(op, arrays, dtype, grad_outputs)
     rng, (D, N) = np.random.default_rng(n), arrays["A"].shape
