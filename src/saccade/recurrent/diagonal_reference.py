@@ -1,8 +1,8 @@
 """Recurrences over diagonal states, slow and simple: the float64 oracle, and the plain recurrence in any dtype.
 
-Every function takes the arrays of its public call by name, `dtype`, and optionally `dy` and `dfinal`: without them it
-returns (y, final state), with them the gradients of sum(dy * y) + sum(dfinal * final state) by name. The terms of a
-gradient that is a sum over tokens are added in the order of the number `order`.
+Every function takes the arrays of its public call by name, `dtype`, and optionally cotangents (dy, dfinal, order):
+without them it returns (y, final state), with them the gradients of sum(dy * y) + sum(dfinal * final state) by name.
+order: a number; the terms of gradients that are sums over tokens are added in that order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def packed(function: Callable[..., Any], cu_seqlens: Array, cotangents: Any = No
             elif isinstance(x, np.ndarray) and name not in PARAMETERS and x.ndim > 2:
                 piece[name] = x[:, begin:end]
         if cotangents is not None:
-            piece["cotangents"] = cotangents[0][:, begin:end], cotangents[1][s : s + 1]
+            piece["cotangents"] = cotangents[0][:, begin:end], cotangents[1][s : s + 1], cotangents[2]
         results.append(function(**piece))
     if isinstance(results[0], tuple):
         return tuple(np.concatenate([f[n] for f in results], 1 - n) for n in range(2))
@@ -74,9 +74,6 @@ def _shaped_like(d: Array, x: Array, order: int) -> Array:
     return d.sum(2) if x.ndim == 3 else d.reshape(*x.shape[:3], d.shape[2] // x.shape[2], x.shape[3]).sum(3)
 
 
-# cotangents of the three functions below: (dy, dfinal), for gradients by name instead of the outputs
-
-
 def selective_scan(
     u: Array,
     delta: Array,
@@ -90,7 +87,6 @@ def selective_scan(
     delta_softplus: bool = False,
     initial_state: Any = None,
     cotangents: Any = None,
-    order: int = 0,
     dtype: Any = np.float64,
 ) -> Any:
     """`saccade.recurrent.selective_scan`."""
@@ -112,7 +108,7 @@ def selective_scan(
     gate = dtype(1) if z is None else z * _sigmoid(z)
     if cotangents is None:
         return p * gate, h[:, T]
-    dy, dh = (x.astype(dtype) for x in cotangents)
+    dy, dh, order = *(x.astype(dtype) for x in cotangents[:2]), cotangents[2]
     dp = dy * gate
     dhs = np.zeros_like(h[:, 1:])
     for t in reversed(range(T)):
@@ -145,7 +141,6 @@ def rg_lru(
     *,
     initial_state: Any = None,
     cotangents: Any = None,
-    order: int = 0,
     dtype: Any = np.float64,
 ) -> Any:
     """`saccade.recurrent.rg_lru`."""
@@ -161,7 +156,7 @@ def rg_lru(
         h[:, t + 1] = a[:, t] * h[:, t] + root[:, t] * si[:, t] * x[:, t]
     if cotangents is None:
         return h[:, 1:], h[:, -1]
-    dy, dfinal = cotangents
+    dy, dfinal, order = cotangents
     dhs, dh = np.zeros_like(x), dfinal.astype(dtype)
     for t in reversed(range(x.shape[1])):
         dh = dhs[:, t] = dh + dy[:, t].astype(dtype)
@@ -186,7 +181,6 @@ def causal_conv1d(
     activation: Any = None,
     initial_state: Any = None,
     cotangents: Any = None,
-    order: int = 0,
     dtype: Any = np.float64,
 ) -> Any:
     """`saccade.recurrent.causal_conv1d`."""
@@ -197,7 +191,7 @@ def causal_conv1d(
     p = p if bias is None else p + bias.astype(dtype)
     if cotangents is None:
         return p * _sigmoid(p) if activation == "silu" else p, all_x[:, T:].swapaxes(1, 2)
-    dy, dfinal = cotangents
+    dy, dfinal, order = cotangents
     dp = dy.astype(dtype) * (_sigmoid(p) * (1 + p * _sigmoid(-p)) if activation == "silu" else dtype(1))
     dall = np.zeros_like(all_x)
     dall[:, T:] += dfinal.astype(dtype).swapaxes(1, 2)

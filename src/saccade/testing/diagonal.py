@@ -20,8 +20,9 @@ def oracle(function: Any, arrays: Arrays, options: Arrays, dtype: Any, grad_outp
     """The reference; 16-bit plain recurrences also have wide states and round last. grad_outputs: (dy, dfinal)."""
     wide = np.dtype(dtype).type if np.dtype(dtype).itemsize > 2 else np.float32
     rest: Arrays = {**arrays, **options, "dtype": wide}
+    order = rest.pop("order", 0)
     if grad_outputs is not None:
-        rest["cotangents"] = grad_outputs
+        rest["cotangents"] = *grad_outputs, order
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         borders = rest.pop("cu_seqlens", None)
         results = function(**rest) if borders is None else reference.packed(function, borders, **rest)
