@@ -71,7 +71,9 @@ class AttentionLaunch(Launches):
         scales = (extras.k_scale, extras.v_scale)
         keys, values = (stored(problem, x, s, extras) for x, s in zip((k, v), scales, strict=True))
         self.columns = tiles.columns(problem.D, problem.Dv, same_rows(k, v))
-        values = keys if self.columns.SHARED else values
+        if self.columns.SHARED:
+            # of codes, in the groups of k's numbers
+            values = keys._replace(p=keys.p[..., : v.shape[-1]])
         lists = None if problem.selection is None else lists_of(problem, q.device)
         self.arrays = Arrays(array(q), keys, values, None, extras.lengths, lists)
         self.descale = extras.descale

@@ -253,7 +253,12 @@ def exact_exp2(x):
     """2^x for -126 <= x <= 127.4, within half a unit in the last place."""
     # rounds half up; to even would be as good
     n = tl.floor(x + 0.5)
-    f = x - n
+    return power_of_two(n, x - n)
+
+
+@triton.jit
+def power_of_two(n, f):
+    """2^(n + f) for whole n from -126 to 127 and -0.5 <= f <= 0.5."""
     p = 0.00015345811916183706 * f + 0.0013399931218953942
     p = p * f + 0.009618488957449392
     p = p * f + 0.0555032877696621
