@@ -147,14 +147,13 @@ def test_blocks_and_arrays() -> None:
 def test_trees() -> None:
     parents = [-1, 0, 0, 1, -1]
     above = [{0}, {0, 1}, {0, 2}, {0, 1, 3}, {4}]
-    for Tq, Tk, stop in ((5, 9, None), (3, 9, None), (7, 9, None), (5, 9, 7), (5, 9, 3), (9, 5, None)):
-        mask = sm.tree(parents) if stop is None else sm.tree(parents) & sm.keys(stop)
-        end, start = stop or Tk, (stop or Tk) - 5
-        expected = table(
-            lambda t, j: j < min(start, end) or (t >= Tq - 5 and start <= j < end and j - start in above[t - Tq + 5]),
-            Tq, Tk, 0,
-        )  # fmt: skip
-        assert np.array_equal(mask.evaluate(1, 1, Tq, Tk)[0, 0], expected)
+    for Tq, Tk, stop in ((5, 9, 9), (3, 9, 9), (7, 9, 9), (5, 9, 7), (5, 9, 3), (9, 5, 5)):
+        # the nodes of queries and keys, negative in the prefix
+        pairs = np.array(list(np.ndindex(Tq, Tk))) - (Tq - 5, stop - 5)
+        expected = [key < 0 or (node >= 0 and key in above[node]) for node, key in pairs.tolist()]
+        allowed = (sm.tree(parents) & sm.keys(stop)).evaluate(1, 1, Tq, Tk)[0, 0]
+        assert np.array_equal(allowed, np.reshape(expected, (Tq, Tk)))
+    assert np.array_equal(sm.tree(parents).evaluate(1, 1, 5, 9), (sm.tree(parents) & sm.keys(9)).evaluate(1, 1, 5, 9))
     assert depths([parents, [-1, -1, -1, 2, 3]]).tolist() == [[0, 1, 1, 2, 0], [0, 0, 0, 1, 2]]
     assert depths(parents).tolist() == [0, 1, 1, 2, 0]
 

@@ -5,6 +5,7 @@ Sources: SpecInfer (Miao et al., 2024) and Medusa (Cai et al., 2024).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,8 @@ def tree(parents: Any) -> Mask:
     the key of a node to the position of its depth: the length of the prefix plus `saccade.mask.trees.depths(parents)`.
 
     Windows and strides in the same mask count keys, not depths. A tree in depth-first order takes memory for Tk
-    numbers, as does any tree whose nodes each have their descendants in at most 3 runs. Other orders take Tq · Tk bytes.
+    numbers, as does any tree in which the descendants of each node are at most 3 runs of nodes. Others take Tq · Tk
+    bytes.
 
     Args:
         parents: int [n] or [B, n], the parent of each node; it is listed before the node. −1 for a child of the prefix.
@@ -112,7 +114,8 @@ def tree_terms(mask: Mask, context: Context) -> Terms:
     if runs > _RUNS:
         parts = [context.part((key, "grid"), lambda: Grid(1, 1, _placed(seen.astype(np.uint8), start, Tk)))]
     else:
-        parts = [context.part((key, r), lambda r=r: _rows(number == r + 1, start, Tk)) for r in range(runs)]
+        rows = [_rows(number == run, start, Tk) for run in range(1, runs + 1)]
+        parts = [context.part((key, run), partial(rows.__getitem__, run)) for run in range(runs)]
     bounds = term(k_lo=start, k_hi=start + n)
     for part in parts:
         part[:BITS] = bounds[:BITS]
@@ -133,7 +136,8 @@ def _seen(parents: Ints, Tq: int) -> Bools:
 def _rows(seen: Bools, start: Any, Tk: int) -> Rows:
     # one run of rows for each node
     lo = seen.argmax(-1)
-    return Rows("k", *(_placed(x.astype(np.int32), start, Tk) for x in (lo, lo + seen.sum(-1))))
+    lo, hi = (_placed(x.astype(np.int32), start, Tk) for x in (lo, lo + seen.sum(-1)))
+    return Rows("k", lo, hi)
 
 
 def _placed(nodes: NDArray[Any], start: Any, Tk: int) -> NDArray[Any]:
