@@ -41,6 +41,9 @@ def generate(
     chunk: Annotated[int, typer.Option(help="Tokens of the prompt read at a time.")] = 256,
     dtype: Annotated[str, typer.Option(help="Dtype of weights and keys: float32 or bfloat16.")] = "float32",
     quantised: Annotated[str | None, typer.Option(help="Store keys and values as int8, fp8 or int4 codes.")] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="ngram: draft tokens by what the text repeats, and check several in one call.")
+    ] = None,
     backend: Annotated[str | None, typer.Option(help="Attention backend; by default chosen by device.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print texts and figures as JSON.")] = False,
 ) -> None:
@@ -53,8 +56,11 @@ def generate(
     numbers |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     with show.plain_errors("generate", "train"):
         check_options(prompt, prompts, dtype, numbers, backend)
+        if draft is not None and prompts is not None:
+            raise ValueError("--draft is for --prompt; prompts of a file share calls of the model already")
         net, tokenizer = loaded(model, dtype)
         from saccade.models.batching import serve
+        from saccade.models.drafts import Draft
         from saccade.models.sampling import Sampler
         from saccade.models.sampling import generate as draw_tokens
 
@@ -69,8 +75,8 @@ def generate(
         done = [list(ids) for ids in begun]
         streamed = not as_json and len(texts) == 1
         shown, started, count = "", time.perf_counter(), 0
-        keep = (sinks, window) if window else None
-        for drawn in draw_tokens(net, begun, tokens, sampler, keep=keep, **options):
+        options |= {"keep": (sinks, window) if window else None, "draft": (drafts := Draft.of(draft))}
+        for drawn in draw_tokens(net, begun, tokens, sampler, **options):
             count += 1
             for ids, token in zip(done, drawn, strict=True):
                 ids.append(token)
@@ -81,10 +87,12 @@ def generate(
     prompted, texts = texts, [tokenizer.decode(ids) for ids in done]
     if as_json:
         result: dict[str, Any] = {"model": str(model), "prompts": prompted, "texts": texts, "seconds": seconds}
-        print(json.dumps({**result, "new_tokens": count, "tokens_per_second": rate, "seed": seed}))
+        result |= {"new_tokens": count, "tokens_per_second": rate, "seed": seed}
+        print(json.dumps(result if drafts is None else result | {"tokens_per_call": drafts.tokens_per_call}))
         return
     print(texts[0][len(shown) :] if streamed else "\n\n".join(texts))
-    print(f"\n{count} tokens per prompt in {seconds:.2f} s, {rate:.0f} token/s", file=sys.stderr)
+    per_call = "" if drafts is None else f", {drafts.tokens_per_call:.2f} tokens per call"
+    print(f"\n{count} tokens per prompt in {seconds:.2f} s, {rate:.0f} token/s{per_call}", file=sys.stderr)
 
 
 def loaded(folder: Path, dtype: str) -> tuple[Any, Tokenizer]:
