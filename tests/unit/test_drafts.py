@@ -104,8 +104,9 @@ def test_greedy_text_is_the_same(name, draft, codes, seed) -> None:
     model = made(name, seed)
     for lengths in ((20,), (9, 30, 1)):
         prompts = prompts_of(seed, *lengths)
-        alone = texts(model, prompts, 40, quantised=codes)
-        assert texts(model, prompts, 40, quantised=codes, draft=DRAFTS[draft](), chunk=7) == alone
+        # where codes are read, and no longer numbers, depends on the chunks
+        alone = texts(model, prompts, 40, quantised=codes, chunk=7)
+        assert texts(model, prompts, 40, quantised=codes, chunk=7, draft=DRAFTS[draft]()) == alone
 
 
 def test_fewer_calls_on_text_that_repeats() -> None:
