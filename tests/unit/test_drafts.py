@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
 import saccade  # noqa: E402
+from saccade.models.batching import serve  # noqa: E402
 from saccade.models.deepseek import DeepSeek  # noqa: E402
 from saccade.models.deepseek_config import DeepSeekConfig  # noqa: E402
 from saccade.models.drafts import Draft, Text, Tree  # noqa: E402
@@ -125,7 +126,7 @@ def test_fewer_calls_on_text_that_repeats() -> None:
 @pytest.mark.parametrize("end", range(1, 12))
 def test_texts_end_at_different_times(end) -> None:
     model = made("llama")
-    free = [text for text in zip(*texts(model, prompts_of(3, 9, 14, 4), 60), strict=True)]
+    free = list(zip(*texts(model, prompts_of(3, 9, 14, 4), 60), strict=True))
     model.config = LlamaConfig(**{**vars(model.config), "eos_token_id": free[end % 3][end]})
     prompts = prompts_of(3, 9, 14, 4)
     assert texts(model, prompts, 60, draft=Draft(shortest=1)) == texts(model, prompts, 60)
@@ -155,6 +156,21 @@ def test_draws_of_many_prompts_have_the_same_probabilities() -> None:
     assert sum(abs(one[x] - other[x]) for x in every) / 3000 / 2 < expected
 
 
+@pytest.mark.parametrize("sampler", [Sampler(0.0), Sampler(1.0)], ids=str)
+@pytest.mark.parametrize("name", ["llama", "window", "gpt2", "deepseek"])
+def test_prompts_that_share_pages(name, sampler) -> None:
+    """Each prompt draws from a generator of its own, so its text does not depend on drafts at any temperature."""
+    model, prompts = made(name), [*prompts_of(5, 9, 30, 14), [*range(1, 20)] * 2, [*range(1, 20)] * 2 + [1, 2]]
+    draft = Draft(shortest=1, depth=6)
+    options: dict[str, Any] = {"batch": 3, "page_size": 4, "chunk": 8}
+    served = dict(serve(model, prompts, 40, sampler, draft=draft, **options))
+    assert served == dict(serve(model, prompts, 40, sampler, **options))
+    # all but the first token of each prompt
+    assert draft.tokens == 39 * 5 > draft.calls
+    with pytest.raises(ValueError, match="expected 1 or None"):
+        next(serve(model, prompts, 40, sampler, draft=Draft(branches=2)))
+
+
 def test_trees_share_beginnings() -> None:
     tree = Tree(9, [[1, 2, 3], [4], [1, 2, 5], [1, 6]])
     assert tree.tokens == [9, 1, 2, 3, 5, 6, 4]
@@ -180,7 +196,7 @@ def test_refusals() -> None:
         Draft(depth=0)
     with pytest.raises(ValueError, match="longest last"):
         Draft(shortest=3, longest=2)
-    with pytest.raises(ValueError, match="keep is .* and draft"):
+    with pytest.raises(ValueError, match=r"keep is .* and draft"):
         texts(made("llama"), [[1]], 3, draft="ngram", keep=(1, 8))
     model = hybrid("attention", "mamba2")
     with pytest.raises(ValueError, match="layers of mamba2: their states"):

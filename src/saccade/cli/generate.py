@@ -19,6 +19,7 @@ from .train import share_cores
 from .watch import DEFAULT_OUT
 
 if TYPE_CHECKING:
+    from saccade.models.drafts import Draft
     from saccade.models.tokens import Tokenizer
 
 PROMPT = "class Reader:\n    def __init__(self, "
@@ -56,8 +57,6 @@ def generate(
     numbers |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     with show.plain_errors("generate", "train"):
         check_options(prompt, prompts, dtype, numbers, backend)
-        if draft is not None and prompts is not None:
-            raise ValueError("--draft is for --prompt; prompts of a file share calls of the model already")
         net, tokenizer = loaded(model, dtype)
         from saccade.models.batching import serve
         from saccade.models.drafts import Draft
@@ -68,15 +67,16 @@ def generate(
         begun, first = open_ended(tokenizer, texts)
         sampler = Sampler(temperature, top_k, top_p)
         options = dict[str, Any](seed=seed, first=first, chunk=chunk, backend=backend, quantised=quantised)
+        options["draft"] = drafts = Draft.of(draft)
         if prompts is not None:
             served = serve(net, begun, tokens, sampler, batch=batch, **options)
-            print_served(served, tokenizer, texts, begun, as_json=as_json)
+            print_served(served, tokenizer, texts, begun, drafts, as_json=as_json)
             return
         done = [list(ids) for ids in begun]
         streamed = not as_json and len(texts) == 1
         shown, started, count = "", time.perf_counter(), 0
-        options |= {"keep": (sinks, window) if window else None, "draft": (drafts := Draft.of(draft))}
-        for drawn in draw_tokens(net, begun, tokens, sampler, **options):
+        keep = (sinks, window) if window else None
+        for drawn in draw_tokens(net, begun, tokens, sampler, keep=keep, **options):
             count += 1
             for ids, token in zip(done, drawn, strict=True):
                 ids.append(token)
@@ -84,15 +84,24 @@ def generate(
                 shown = stream(tokenizer.decode(done[0]), shown)
         seconds = time.perf_counter() - started
     rate = count * len(texts) / max(seconds, 1e-9)
-    prompted, texts = texts, [tokenizer.decode(ids) for ids in done]
+    result: dict[str, Any] = {"model": str(model), "prompts": texts, "texts": [tokenizer.decode(ids) for ids in done]}
+    result |= {"seconds": seconds, "new_tokens": count, "tokens_per_second": rate, "seed": seed}
+    print_texts(result, shown, drafts, as_json=as_json)
+
+
+def print_texts(result: dict[str, Any], shown: str, drafts: Draft | None, *, as_json: bool) -> None:
+    """Prints the result of `generate` as a line of JSON, or its texts without what is shown already."""
     if as_json:
-        result: dict[str, Any] = {"model": str(model), "prompts": prompted, "texts": texts, "seconds": seconds}
-        result |= {"new_tokens": count, "tokens_per_second": rate, "seed": seed}
         print(json.dumps(result if drafts is None else result | {"tokens_per_call": drafts.tokens_per_call}))
         return
-    print(texts[0][len(shown) :] if streamed else "\n\n".join(texts))
-    per_call = "" if drafts is None else f", {drafts.tokens_per_call:.2f} tokens per call"
-    print(f"\n{count} tokens per prompt in {seconds:.2f} s, {rate:.0f} token/s{per_call}", file=sys.stderr)
+    print("\n\n".join(result["texts"])[len(shown) :])
+    rate = f"{result['tokens_per_second']:.0f} token/s{per_call(drafts)}"
+    print(f"\n{result['new_tokens']} tokens per prompt in {result['seconds']:.2f} s, {rate}", file=sys.stderr)
+
+
+def per_call(drafts: Draft | None) -> str:
+    """The end of a sentence with figures: how many tokens a call drew on average."""
+    return "" if drafts is None else f", {drafts.tokens_per_call:.2f} tokens per call"
 
 
 def loaded(folder: Path, dtype: str) -> tuple[Any, Tokenizer]:
@@ -144,6 +153,7 @@ def print_served(
     tokenizer: Tokenizer,
     prompts: list[str],
     begun: list[list[int]],
+    drafts: Draft | None = None,
     *,
     as_json: bool,
 ) -> None:
@@ -162,7 +172,8 @@ def print_served(
             print(f"--- {number + 1} of {len(prompts)} ---\n{text}\n", flush=True)
     seconds = time.perf_counter() - started
     rate = count / max(seconds, 1e-9)
-    print(f"{len(prompts)} prompts, {count} tokens in {seconds:.2f} s, {rate:.0f} token/s", file=sys.stderr)
+    figures = f"{len(prompts)} prompts, {count} tokens in {seconds:.2f} s, {rate:.0f} token/s"
+    print(f"{figures}{per_call(drafts)}", file=sys.stderr)
 
 
 def open_ended(tokenizer: Tokenizer, prompts: list[str]) -> tuple[list[list[int]], np.ndarray]:

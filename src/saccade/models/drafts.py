@@ -65,6 +65,11 @@ class Draft:
             raise ValueError(f"draft is {draft!r}; expected 'ngram', a saccade.models.drafts.Draft, or None")
         return cls()
 
+    def count(self, calls: int, tokens: int) -> None:
+        """Count calls, and the tokens that they drew."""
+        self.calls += calls
+        self.tokens += tokens
+
     @property
     def tokens_per_call(self) -> float:
         """The tokens that a call drew on average: 1 if no draft was accepted, and 0 before the first call."""
@@ -89,15 +94,24 @@ class Draft:
         return self.branches or (1 if one else BRANCHES)
 
 
+def depth_of(draft: Draft | None, model: Decoder) -> int:
+    """The depth of single drafts, 0 for None; raises ValueError as `Draft.width`, and for more than 1 branch."""
+    if draft is None:
+        return 0
+    if draft.width(model) > 1 and draft.branches is not None:
+        raise ValueError(f"branches is {draft.branches}; expected 1 or None, because pages are read by single drafts")
+    return draft.depth
+
+
 class Text:
     """The tokens of one sequence, and the places of its n-grams.
 
     drawn: the tokens that were drawn, at most `most`; done: whether there are that many, or one of `ends`.
     """
 
-    def __init__(self, prompt: Sequence[int], most: int, ends: Sequence[int], draft: Draft) -> None:
+    def __init__(self, prompt: Sequence[int], most: int, ends: Sequence[int], draft: Draft | None) -> None:
         self.tokens, self.drawn, self.done = list[int](), list[int](), False
-        self._draft, self._most, self._ends = draft, most, ends
+        self.draft, self._most, self._ends = draft, most, ends
         # where the tokens after each n-gram start
         self._places: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for token in prompt:
@@ -105,7 +119,9 @@ class Text:
 
     def _read(self, token: int) -> None:
         self.tokens.append(token)
-        for n in range(self._draft.shortest, min(self._draft.longest, len(self.tokens)) + 1):
+        if self.draft is None:
+            return
+        for n in range(self.draft.shortest, min(self.draft.longest, len(self.tokens)) + 1):
             self._places[tuple(self.tokens[-n:])].append(len(self.tokens))
 
     def draw(self, token: int) -> None:
@@ -116,9 +132,11 @@ class Text:
 
     def tree(self, width: int) -> Tree:
         """The last token and at most `width` drafts of what follows: of long n-grams first, then of late ones."""
+        if self.draft is None or self.done:
+            return Tree(self.tokens[-1])
         drafts = list[list[int]]()
-        depth = 0 if self.done else min(self._draft.depth, self._most - len(self.drawn) - 1)
-        for n in range(self._draft.longest, self._draft.shortest - 1, -1):
+        depth = min(self.draft.depth, self._most - len(self.drawn) - 1)
+        for n in range(self.draft.longest, self.draft.shortest - 1, -1):
             # the last place is the end of the text
             for place in self._places.get(tuple(self.tokens[-n:]), [])[-1 - PLACES : -1][::-1]:
                 # a draft that reaches the end of the text repeats itself
@@ -176,8 +194,7 @@ def speculate(
         trees, drawn = [text.tree(width) for text in texts], sum(len(text.drawn) for text in texts)
         logits = read(model, caches, trees, backend)
         accept(caches, logits.shape[1], walk(texts, trees, logits, draw))
-        draft.calls += left
-        draft.tokens += sum(len(text.drawn) for text in texts) - drawn
+        draft.count(left, sum(len(text.drawn) for text in texts) - drawn)
 
 
 def read(model: Decoder, caches: Caches, trees: Sequence[Tree], backend: str | None) -> Tensor:
