@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -95,7 +94,8 @@ def check(seed: int, backend: str) -> None:
 @pytest.mark.parametrize("part", range(1000 // PER_TEST))
 def test_random_trees(backend, part, request) -> None:
     first = request.config.getoption("--seed") * 1_000_000 + part * PER_TEST
-    every = 1 if backend != "webgpu" or request.config.getoption("--all") else 5
+    # other backends are emulated, or compile their own kernels for each case
+    every = 1 if backend == "cpu" or request.config.getoption("--all") else 5
     for seed in range(first, first + PER_TEST, every):
         check(seed, backend)
 
@@ -112,5 +112,5 @@ def test_a_chain_is_causal(backend) -> None:
 def test_a_thousand_nodes(backend, near) -> None:
     r = random.Random(0)
     parents = [t - 1 if r.random() < near else r.randint(-1, t - 1) for t in range(1024)]
-    case = Case("thousand", 1024, 1500, 1, 2, 1, 32, 32, mask=f"tree({parents})")
-    require(verify(replace(make(case, kind="last")), backend), case.name)
+    case = Case("thousand", 1024, 1500, 1, 1, 1, 16, 16, mask=f"tree({parents})")
+    require(verify(make(case, kind="last"), backend, backward=False), case.name)

@@ -18,7 +18,7 @@ from .context import Context, label
 from .forms import Grid, Rows
 from .rows import flat
 from .scene import Bools, Scene, table
-from .terms import BITS, Terms, term
+from .terms import Terms
 
 __all__ = ["tree"]
 
@@ -104,22 +104,18 @@ def tree_pairs(mask: Mask, scene: Scene) -> Bools:
 def tree_terms(mask: Mask, context: Context) -> Terms:
     tree_contents(mask)
     parents, (Tq, Tk) = flat(host(mask.args[0])).astype(np.int64), (context.size.Tq, context.size.Tk)
-    n, offset = parents.shape[1], context.offset()
-    start, key = offset + Tq - n, (mask.key, label(offset))
+    offset = context.offset()
+    start, key = offset + Tq - parents.shape[1], (mask.key, label(offset))
     seen = _seen(parents, Tq)
     # each node is seen by runs of rows
     begins = seen & ~np.pad(seen, ((0, 0), (0, 0), (1, 0)))[..., :-1]
     number = begins.cumsum(-1) * seen
-    runs = int(number.max(initial=0))
+    runs = max(1, int(number.max(initial=0)))
     if runs > _RUNS:
-        parts = [context.part((key, "grid"), lambda: Grid(1, 1, _placed(seen.astype(np.uint8), start, Tk)))]
-    else:
-        rows = [_rows(number == run, start, Tk) for run in range(1, runs + 1)]
-        parts = [context.part((key, run), partial(rows.__getitem__, run)) for run in range(runs)]
-    bounds = term(k_lo=start, k_hi=start + n)
-    for part in parts:
-        part[:BITS] = bounds[:BITS]
-    return [term(k_hi=start), *parts]
+        return [context.part((key, "grid"), lambda: Grid(1, 1, _placed(seen.astype(np.uint8), start, Tk, 1)))]
+    # every row sees the keys of the prefix, which are in the first table
+    rows = [_rows(number == run, start, Tk, Tq * (run == 1)) for run in range(1, runs + 1)]
+    return [context.part((key, run), partial(rows.__getitem__, run)) for run in range(runs)]
 
 
 def _seen(parents: Ints, Tq: int) -> Bools:
@@ -133,19 +129,20 @@ def _seen(parents: Ints, Tq: int) -> Bools:
     return np.pad(seen, ((0, 0), (0, 0), (max(0, Tq - n), 0)))[..., max(0, n - Tq) :]
 
 
-def _rows(seen: Bools, start: Any, Tk: int) -> Rows:
-    # one run of rows for each node
-    lo = seen.argmax(-1)
-    lo, hi = (_placed(x.astype(np.int32), start, Tk) for x in (lo, lo + seen.sum(-1)))
-    return Rows("k", lo, hi)
+def _rows(seen: Bools, start: Any, Tk: int, prefix: int) -> Rows:
+    # one run of rows for each node, and the first `prefix` rows for keys of the prefix
+    lo = seen.argmax(-1) if seen.shape[-1] else np.zeros(seen.shape[:-1], np.int64)
+    hi = _placed((lo + seen.sum(-1)).astype(np.int32), start, Tk, prefix)
+    return Rows("k", _placed(lo.astype(np.int32), start, Tk, 0), hi)
 
 
-def _placed(nodes: NDArray[Any], start: Any, Tk: int) -> NDArray[Any]:
-    # nodes [1 | B, n, ...] as keys [1 | B, Tk, ...] from `start` on, with 0 for other keys
-    at = np.reshape(start, (-1, 1)) + np.arange(nodes.shape[1])
-    batch = max(len(nodes), len(at))
-    at = np.broadcast_to(at, (batch, nodes.shape[1]))
+def _placed(nodes: NDArray[Any], start: Any, Tk: int, prefix: int) -> NDArray[Any]:
+    # nodes [1 | B, n, ...] as keys [1 | B, Tk, ...] from `start` on, after keys of the prefix and before keys with 0
+    starts, n = np.reshape(start, (-1, 1)), nodes.shape[1]
+    batch = max(len(nodes), len(starts))
     keys = np.zeros((batch, Tk, *nodes.shape[2:]), nodes.dtype)
+    keys[np.broadcast_to(np.arange(Tk) < starts, (batch, Tk))] = prefix
+    at = np.broadcast_to(starts + np.arange(n), (batch, n))
     b, node = np.nonzero((at >= 0) & (at < Tk))
     keys[b, at[b, node]] = np.broadcast_to(nodes, (batch, *nodes.shape[1:]))[b, node]
     return keys
