@@ -57,7 +57,7 @@ def sources() -> list[Source]:
     """Python and kernel files that git tracks, or does not track and does not ignore."""
     words = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *FOLDERS]
     listing = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    paths = [p for p in sorted(set(listing)) if Path(p).suffix in {".py", *KERNELS} and (ROOT / p).exists()]
+    paths = [p for p in sorted(set(listing)) if Path(p).suffix in {".py", *KERNELS} and "/vendor/" not in p and (ROOT / p).exists()]
     return [Source(p, (ROOT / p).read_text(encoding="utf-8")) for p in paths]
 
 

@@ -277,6 +277,8 @@ def _find_framework(q: Any) -> ModuleType:
         from .frameworks import webgpu as framework
     elif type(q).__module__ == "mlx.core":
         from .frameworks import mlx as framework
+    elif "jax" in sys.modules and isinstance(q, sys.modules["jax"].Array):
+        from .frameworks import jax as framework
     else:
         raise TypeError(f"q is {type(q).__name__}; expected a torch tensor or a NumPy array [B, Tq, Hq, D]")
     _frameworks[type(q)] = framework
