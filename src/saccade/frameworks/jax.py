@@ -21,7 +21,7 @@ from ..backends.cpu.encoding import encode
 from ..biases import check_log_f
 from ..errors import Unsupported
 from ..mask import Mask
-from ..operands import Options, Request, Side, Spec
+from ..operands import Options, Request, Side
 from ..plan import Plan, positions
 from ..problem import Problem, check_gradients, describe
 from .call import PlannedCall, find, make, rows_of, seed_value, spec
@@ -178,7 +178,7 @@ class JaxCall(NamedTuple):
     def _foldable(self, arrays: Arrays, axes: dict[str, bool]) -> bool:
         # dropout depends on the batch entry, and arrays of the mask and side arrays may have one entry per batch entry
         side = {name: x for name, x in arrays.items() if name not in ROWS}
-        alone = all(name == "sinks" or name != "log_f" and x.shape[0] == 1 for name, x in side.items())
+        alone = all(name == "sinks" or (name != "log_f" and x.shape[0] == 1) for name, x in side.items())
         return alone and not (self.mask is not None and self.mask.has_data) and not any(axes[name] for name in side)
 
 
@@ -204,11 +204,8 @@ def _inputs(problem: Problem, plan: Plan, arrays: Arrays) -> list[Any]:
 
 
 def _check(problem: Problem) -> None:
-    lacking = sorted(problem.uses - TAKES)
-    if lacking or type(problem.deterministic) is not bool:
-        raise Unsupported(
-            "jax", [f"{name} is not computed for JAX arrays: leave it out" for name in lacking or ["this"]]
-        )
+    if lacking := sorted(problem.uses - TAKES):
+        raise Unsupported("jax", [f"{name} is not computed for JAX arrays: leave it out" for name in lacking])
 
 
 def _prepared(q: Any, k: Any, v: Any, request: Request) -> tuple[JaxCall, Arrays, bool]:
@@ -218,6 +215,10 @@ def _prepared(q: Any, k: Any, v: Any, request: Request) -> tuple[JaxCall, Arrays
         raise Unsupported(options.backend, ["it computes no arrays of JAX: leave backend out, for the CPU"])
     if options.descale is not None:
         raise Unsupported("jax", ["8-bit floats are not computed for JAX arrays: cast them to bfloat16"])
+    if type(options.deterministic) is not bool:
+        raise Unsupported(
+            "jax", [f"deterministic={options.deterministic!r} is not computed for JAX arrays: leave it out"]
+        )
     q, k, v = (_checked(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     lifted = q.ndim == k.ndim == v.ndim == 3
     if lifted:
@@ -241,6 +242,8 @@ def _prepared(q: Any, k: Any, v: Any, request: Request) -> tuple[JaxCall, Arrays
 def _checked(name: str, x: Any) -> Any:
     if not isinstance(x, jax.Array):
         raise TypeError(f"{name} is {type(x).__name__}; expected an array of JAX, like q: jax.numpy.asarray(x)")
+    if not all(type(n) is int for n in x.shape):
+        raise Unsupported("jax", [f"{name} has the symbolic shape {list(x.shape)}; a plan needs integers"])
     if not isinstance(x, jax.core.Tracer) and any(device.platform != "cpu" for device in x.devices()):
         raise Unsupported(
             "jax", [f"{name} lives on {x.devices()}: move it with jax.device_put(x, jax.devices('cpu')[0])"]
@@ -255,13 +258,14 @@ def _seed(seed: Any) -> Any:
             "dropout has no seed; expected one, because JAX would store a drawn seed in the compiled function: pass "
             "seed=, an integer or an array such as jax.random.bits(key)"
         )
-    if not isinstance(seed, jax.core.Tracer):
+    expected = "expected an integer, or uint32 or uint64 without dimensions, such as jax.random.bits(key)"
+    kind, traced = seed.dtype.name if isinstance(seed, jax.Array) else "", isinstance(seed, jax.core.Tracer)
+    if kind.startswith("key") or (traced and kind not in ("uint32", "uint64")):
+        raise TypeError(f"seed is {kind}{list(seed.shape)}; {expected}")
+    if not traced:
         value = seed_value(seed)
         return np.array([value & 0xFFFFFFFF, value >> 32], np.uint32)
-    if seed.shape != () or seed.dtype.name not in ("uint32", "uint64"):
-        raise TypeError(
-            f"seed is a traced array {seed.dtype.name}{list(seed.shape)}; expected uint32 or uint64 without dimensions, "
-            "such as jax.random.bits(key)"
-        )
+    if seed.shape != ():
+        raise TypeError(f"seed has shape {list(seed.shape)}; {expected}")
     high = (seed >> 32).astype(jnp.uint32) if seed.dtype.name == "uint64" else jnp.zeros((), jnp.uint32)
     return jnp.stack([seed.astype(jnp.uint32), high])
