@@ -253,12 +253,12 @@ def test_a_stored_program_runs_in_another_process(tmp_path) -> None:
     (tmp_path / "program").write_bytes(stored)
     np.savez(tmp_path / "arrays", q=q, value=function(q)[0], gradient=function(q)[1])
     code = (
-        "import jax, numpy as np, saccade.integrations.jax; x = np.load('arrays.npz');"
+        "import sys, jax, numpy as np, saccade.integrations.jax; x = np.load(sys.argv[2]);"
         "value, gradient = jax.export.deserialize(open(sys.argv[1], 'rb').read()).call(x['q']);"
         "assert value == x['value'] and np.array_equal(gradient, x['gradient'])"
     )
     files = [str(tmp_path / "program"), str(tmp_path / "arrays.npz")]
-    subprocess.run([sys.executable, "-c", code, *files], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", code, *files], check=True)
 
 
 def traced(make_mask, leaf):
