@@ -48,6 +48,9 @@ def _exported(mask: Mask | None) -> tuple[str, list[Any], list[Any]]:
     ints: list[Any] = []
     data: list[Any] = []
     structure = "" if mask is None else _walk(mask, ints, data)
+    if torch.compiler.is_dynamo_compiling() and any(isinstance(x, np.ndarray) for x in data):
+        reason = "torch.export(strict=True) stores no NumPy arrays: make the mask of tensors, or leave strict out"
+        raise ValueError(reason)
     # torch warns about read-only arrays
     data = [torch.as_tensor(x.copy()) if isinstance(x, np.ndarray) else x for x in data]
     return structure, ints or [0], data or [torch.zeros(0)]
@@ -111,4 +114,15 @@ def _unflatten(leaves: Any, context: tuple[str, int]) -> Mask:
     return Mask.unflatten(structure, leaves[:count], leaves[count:])
 
 
-_pytree.register_pytree_node(Mask, _flatten, _unflatten, serialized_type_name="saccade.Mask")
+def _flatten_with_keys(mask: Mask) -> tuple[list[Any], tuple[str, int]]:
+    leaves, context = _flatten(mask)
+    return [(_pytree.SequenceKey(n), leaf) for n, leaf in enumerate(leaves)], context
+
+
+_pytree.register_pytree_node(
+    Mask,
+    _flatten,
+    _unflatten,
+    serialized_type_name="saccade.Mask",
+    flatten_with_keys_fn=_flatten_with_keys,
+)
