@@ -37,11 +37,10 @@ def translation_table() -> dict[Any, Callable[..., Any]]:
     and `mask.causal()` the last with the last. The export uses `is_causal` only for equal lengths and for
     `mask.causal(0)`, and writes a boolean mask for other lengths. This was compared with ONNX Runtime 1.31.
 
-    Supported are float16, bfloat16, float32 and float64; scales above 0, a softcap, a bias of the dtype of q, ALiBi; and
-    the masks full, causal, window, keys, prefix, padding, documents by ids, dense, strided, dilated, chunked, global
-    tokens up to a number, and what `&`, `|` and `~` make of them. Masks without arrays are all supported if the lengths
-    are fixed. The export raises `Unsupported` for anything else, such as sinks, dropout and a use of lse; torch wraps it
-    in its own error.
+    Supported are float16, bfloat16, float32 and float64; scales above 0, a softcap, ALiBi, and a bias, which is rounded
+    to the dtype of q; and the masks full, causal, window, keys, prefix, padding, documents by ids, dense, strided,
+    dilated, chunked, global tokens up to a number, and what `&`, `|` and `~` make of them. The export raises
+    `Unsupported` for anything else, such as sinks, dropout and a use of lse; torch wraps it in its own error.
 
     Returns:
         A dict from Saccade's operator in torch to its translation.
@@ -88,7 +87,9 @@ def _attention(*arguments: Any) -> Any:
     if bias is not None and allowed is not None:
         bias = op.Where(allowed, bias, op.CastLike(op.Constant(value_float=float("-inf")), a.q))
     (_, _, Hq, D), (_, _, Hk, Dv) = a.q.shape, a.v.shape
-    heads = [op.Reshape(x, op.Constant(value_ints=[0, 0, n])) for x, n in ((a.q, Hq * D), (a.k, Hk * D), (a.v, Hk * Dv))]
+    heads = [
+        op.Reshape(x, op.Constant(value_ints=[0, 0, n])) for x, n in ((a.q, Hq * D), (a.k, Hk * D), (a.v, Hk * Dv))
+    ]
     o = op.Attention(*heads, allowed if bias is None else bias, q_num_heads=Hq, kv_num_heads=Hk, **attributes)
     o = op.Reshape(o[0] if isinstance(o, (tuple, list)) else o, op.Constant(value_ints=[0, 0, Hq, Dv]))
     return _OnlyOutput((o, op.Identity(o)))
@@ -96,26 +97,20 @@ def _attention(*arguments: Any) -> Any:
 
 def _bias(a: Any, positions: _Positions) -> Any:
     # the sum of bias and ALiBi, [1 | B, 1 | Hq, Tq, Tk], or None
-    terms: list[Any] = []
-    for name in ("bias", "slopes"):
-        x = getattr(a, name)
-        if x is not None and x.dtype != a.q.dtype:
-            raise _unsupported(f"{name} is {x.dtype} and q {a.q.dtype}; its Attention expects one dtype: cast {name}")
-    if a.bias is not None:
-        terms.append(positions.expanded(a.bias))
+    terms = [] if a.bias is None else [positions.expanded(op.CastLike(a.bias, a.q))]
     if a.slopes is not None:
         shape = [0, 0, 1, 1] if len(a.slopes.shape) == 2 else [1, -1, 1, 1]
         distance = op.Abs(op.Sub(positions.rows(None), positions.keys))
-        slopes = op.Reshape(a.slopes, op.Constant(value_ints=shape))
+        slopes = op.Reshape(op.CastLike(a.slopes, a.q), op.Constant(value_ints=shape))
         terms.append(op.Neg(op.Mul(slopes, op.CastLike(distance, a.q))))
     return reduce(op.Add, terms) if terms else None
 
 
 class _Positions(NamedTuple):
-    """Lengths and numbers of rows and keys: each an int, or a value of the graph if it is known only when the model runs.
+    """Lengths and numbers of rows and keys.
 
-    lengths: (Tq, Tk). t, keys: int64 [Tq, 1] and [Tk]. square: whether Tq and Tk are the same. stop: the end of the keys
-    in the `&` chain, or None.
+    lengths: (Tq, Tk), each an int, or a value of the graph if it is known only when the model runs. t, keys: int64
+    [Tq, 1] and [Tk]. square: whether Tq and Tk are the same. stop: the end of the keys in the `&` chain, or None.
     """
 
     lengths: tuple[Any, Any]
@@ -128,7 +123,9 @@ class _Positions(NamedTuple):
     def of(cls, q: Any, k: Any) -> _Positions:
         """The positions of a call."""
         lengths = _length(q), _length(k)
-        t, keys = (op.Range(_constant(0), n if isinstance(n, ir.Value) else _constant(n), _constant(1)) for n in lengths)
+        t, keys = (
+            op.Range(_constant(0), n if isinstance(n, ir.Value) else _constant(n), _constant(1)) for n in lengths
+        )
         return cls(lengths, op.Unsqueeze(t, op.Constant(value_ints=[1])), keys, q.shape[1] == k.shape[1])
 
     def rows(self, explicit: Any) -> Any:
@@ -172,7 +169,11 @@ def _number(leaf: Any) -> Any:
     if isinstance(leaf, int):
         return leaf
     leaf = op.Cast(leaf, to=ir.DataType.INT64)
-    return leaf if not len(leaf.shape or ()) and leaf.shape is not None else op.Reshape(leaf, op.Constant(value_ints=[-1, 1, 1, 1]))
+    return (
+        leaf
+        if not len(leaf.shape or ()) and leaf.shape is not None
+        else op.Reshape(leaf, op.Constant(value_ints=[-1, 1, 1, 1]))
+    )
 
 
 def _subtract(x: Any, y: Any) -> Any:
@@ -199,8 +200,10 @@ def _along(x: Any, like: Any, rows: bool = False) -> Any:
     # [n] or [B, n] as [1 | B, 1, n, 1] for rows, or [1 | B, 1, 1, n] for keys
     batched = len(like.shape) == 2
     ends = [-1, 1] if rows else [1, -1]
-    return op.Reshape(x, op.Constant(value_ints=[0 if batched else 1, 1, *ends])) if not batched else op.Unsqueeze(
-        x, op.Constant(value_ints=[1, 3] if rows else [1, 2])
+    return (
+        op.Reshape(x, op.Constant(value_ints=[0 if batched else 1, 1, *ends]))
+        if not batched
+        else op.Unsqueeze(x, op.Constant(value_ints=[1, 3] if rows else [1, 2]))
     )
 
 
@@ -273,5 +276,7 @@ def _pairs(mask: Mask, x: _Positions) -> Any:
         return reduce(op.And if mask.kind == "and" else op.Or, map(partial(_pairs, x=x), mask.children))
     rule = RULES.get(mask.kind)
     if rule is None:
-        raise _unsupported(f"masks of {mask.kind}: give mask.dense the booleans of mask.evaluate, or use {', '.join(RULES)}")
+        raise _unsupported(
+            f"masks of {mask.kind}: give mask.dense the booleans of mask.evaluate, or use {', '.join(RULES)}"
+        )
     return rule(mask, x)
