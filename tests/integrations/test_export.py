@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -117,6 +119,24 @@ def test_an_exported_program_equals_the_model(name: str, strict: bool, tmp_path)
         same(loaded(*other), model(*other))
 
 
+LOAD = "import sys, torch, saccade.frameworks.torch_op; inputs, want = torch.load(sys.argv[2]); run = "
+SAME = "; got = run(*inputs); assert all(torch.allclose(x, y, atol=1e-6) for x, y in zip(got, want, strict=True))"
+LOAD_EXPORTED = f"{LOAD} torch.export.load(sys.argv[1]).module(){SAME}"
+LOAD_COMPILED = f"{LOAD} torch._inductor.aoti_load_package(sys.argv[1]){SAME}"
+
+
+def assert_in_a_new_process(code: str, *files: str) -> None:
+    subprocess.run([sys.executable, "-c", code, *files], check=True)
+
+
+def test_a_stored_program_runs_in_another_process(tmp_path) -> None:
+    call, more, _ = CALLS["constant documents"]
+    model, inputs = Model(call).eval(), (*rows(), *more(B, T))
+    torch.export.save(torch.export.export(model, inputs), tmp_path / "program.pt2")
+    torch.save((inputs, model(*inputs).detach()), tmp_path / "results.pt")
+    assert_in_a_new_process(LOAD_EXPORTED, str(tmp_path / "program.pt2"), str(tmp_path / "results.pt"))
+
+
 class Several(torch.nn.Module):
     """All calls in one model, because each compilation takes long."""
 
@@ -150,6 +170,9 @@ def test_a_compiled_program_equals_the_model(lengths: bool, tmp_path) -> None:
     program = torch.export.export(model, inputs(B, T), dynamic_shapes=shapes)
     path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "compiled.pt2"))
     compiled = torch._inductor.aoti_load_package(path)
+    if not lengths:
+        torch.save((inputs(B, T), model(*inputs(B, T))), tmp_path / "results.pt")
+        assert_in_a_new_process(LOAD_COMPILED, str(path), str(tmp_path / "results.pt"))
     for sizes in ((B, T), (3, 17)) if lengths else ((B, T),):
         for x, y in zip(compiled(*inputs(*sizes)), model(*inputs(*sizes)), strict=True):
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
