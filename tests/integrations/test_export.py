@@ -119,8 +119,8 @@ def test_an_exported_program_equals_the_model(name: str, strict: bool, tmp_path)
         same(loaded(*other), model(*other))
 
 
-LOAD = "import sys, torch, saccade.frameworks.torch_op; inputs, want = torch.load(sys.argv[2]); run = "
-SAME = "; got = run(*inputs); assert all(torch.allclose(x, y, atol=1e-6) for x, y in zip(got, want, strict=True))"
+LOAD = "import sys, torch, saccade.frameworks.torch_op; inputs, expected = torch.load(sys.argv[2]); run = "
+SAME = "; got = run(*inputs); assert all(torch.allclose(x, y, atol=1e-6) for x, y in zip(got, expected, strict=True))"
 LOAD_EXPORTED = f"{LOAD} torch.export.load(sys.argv[1]).module(){SAME}"
 LOAD_COMPILED = f"{LOAD} torch._inductor.aoti_load_package(sys.argv[1]){SAME}"
 

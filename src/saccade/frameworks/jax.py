@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
@@ -63,8 +64,8 @@ def decode(q: Any, cache: Any, request: Request) -> tuple[Any, Any]:
 
 
 class JaxCall(NamedTuple):
-    """One call without its arrays. Its functions take arrays by name, for those that the call has: q, k, v, the fields
-    of `Side` in the accumulator's dtype, and the seed as two words.
+    """One call without its arrays. Its functions take a dict of the arrays that the call has: q, k, v, fields of `Side`
+    in the accumulator's dtype, and the seed as two words.
     """
 
     mask: Mask | None
@@ -79,8 +80,8 @@ class JaxCall(NamedTuple):
         planned = find(self.mask, key)
         if planned is None:
             problem = describe(q, k, v, Request(self.mask, side, self.options), grads=grads)
+            _check(problem)
             planned = make(self.mask, key, problem, self.options.backend)
-            _check(planned.problem)
         return planned
 
     def differentiable(self) -> Callable[[Arrays], tuple[Any, Any]]:
@@ -100,15 +101,14 @@ class JaxCall(NamedTuple):
         def backward(residuals: Any, cotangents: tuple[Any, Any]) -> tuple[Arrays]:
             values, o, lse, wanted = residuals
             rows = {"o": o, "lse": lse, **dict(zip(("do", "dlse"), cotangents, strict=True))}
-            rows = {name: jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for name, x in rows.items()}
-            gradients = self.backward(frozenset(wanted))({**values, **rows})
+            gradients = self.backward(frozenset(wanted))({**values, **{name: _numbers(x) for name, x in rows.items()}})
             return ({name: gradients.get(name) for name in values},)
 
         attend.defvjp(forward, backward, symbolic_zeros=True)
         return attend
 
     def forward(self, decode: bool) -> Callable[[Arrays], Any]:
-        """A function of the arrays that returns (o, lse); decode: as the backend's decode does, for no gradient."""
+        """A function of the arrays that returns (o, lse); decode: keys may be split, if no backward follows."""
 
         def compute(arrays: Arrays) -> Any:
             problem, plan, *_ = self.planned(arrays)
@@ -182,6 +182,11 @@ class JaxCall(NamedTuple):
         return alone and not (self.mask is not None and self.mask.has_data) and not any(axes[name] for name in side)
 
 
+def _numbers(x: Any) -> Any:
+    dtype: Any = x.dtype
+    return jnp.zeros(x.shape, dtype) if isinstance(x, SymbolicZero) else x
+
+
 def _no_second_derivative(*_: Any) -> Any:
     raise Unsupported("jax", ["second derivatives are not supported for JAX arrays: torch tensors have them"])
 
@@ -227,7 +232,7 @@ def _prepared(q: Any, k: Any, v: Any, request: Request) -> tuple[JaxCall, Arrays
     arrays = {"q": q, "k": k, "v": v, **{name: x for name, x in side._asdict().items() if x is not None}}
     call = JaxCall(mask, options)
     problem = call.planned(arrays).problem
-    if side.log_f is not None and not isinstance(side.log_f, jax.core.Tracer):
+    if side.log_f is not None and not isinstance(side.log_f, Tracer):
         check_log_f(side.log_f)
     for name, x in side._asdict().items():
         if x is not None:
@@ -244,7 +249,7 @@ def _checked(name: str, x: Any) -> Any:
         raise TypeError(f"{name} is {type(x).__name__}; expected an array of JAX, like q: jax.numpy.asarray(x)")
     if not all(type(n) is int for n in x.shape):
         raise Unsupported("jax", [f"{name} has the symbolic shape {list(x.shape)}; a plan needs integers"])
-    if not isinstance(x, jax.core.Tracer) and any(device.platform != "cpu" for device in x.devices()):
+    if not isinstance(x, Tracer) and any(device.platform != "cpu" for device in x.devices()):
         raise Unsupported(
             "jax", [f"{name} lives on {x.devices()}: move it with jax.device_put(x, jax.devices('cpu')[0])"]
         )
@@ -259,7 +264,7 @@ def _seed(seed: Any) -> Any:
             "seed=, an integer or an array such as jax.random.bits(key)"
         )
     expected = "expected an integer, or uint32 or uint64 without dimensions, such as jax.random.bits(key)"
-    kind, traced = seed.dtype.name if isinstance(seed, jax.Array) else "", isinstance(seed, jax.core.Tracer)
+    kind, traced = seed.dtype.name if isinstance(seed, jax.Array) else "", isinstance(seed, Tracer)
     if kind.startswith("key") or (traced and kind not in ("uint32", "uint64")):
         raise TypeError(f"seed is {kind}{list(seed.shape)}; {expected}")
     if not traced:

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 try:
-    from onnxscript import evaluator, ir
-    from onnxscript import opset23 as op
+    from onnxscript import evaluator, ir, opset23
 except ModuleNotFoundError as error:
     raise ImportError(f"saccade.integrations.onnx needs onnxscript ({error}): pip install 'saccade[onnx]'") from error
 
@@ -25,6 +24,9 @@ from ..errors import Unsupported
 from ..frameworks.torch_mask import used
 from ..frameworks.torch_op import FORWARD
 from ..mask import Mask
+
+# functions that add nodes to the graph; their types describe graphs of constants
+op: Any = opset23
 
 OPSET = 23
 
@@ -62,7 +64,8 @@ def _unsupported(reason: str) -> Unsupported:
 
 def _attention(*arguments: Any) -> Any:
     a = FORWARD.bind(*arguments)
-    version = evaluator.default().opset.version
+    recorder: Any = evaluator.default()
+    version = recorder.opset.version
     if version < OPSET:
         raise _unsupported(f"opset {version} has no Attention: pass opset_version={OPSET} or later")
     for name in ("sinks", "table", "log_f"):
@@ -129,7 +132,7 @@ class _Positions(NamedTuple):
         return cls(lengths, op.Unsqueeze(t, op.Constant(value_ints=[1])), keys, q.shape[1] == k.shape[1])
 
     def rows(self, explicit: Any) -> Any:
-        """Positions of the queries, [Tq, 1] or [B, 1, Tq, 1]; explicit: the offset of the mask, or None."""
+        """Positions of the queries, [Tq, 1] or [1 | B, 1, Tq, 1]; explicit: the offset of the mask, or None."""
         Tq, Tk = self.lengths
         offset = _subtract(Tk if self.stop is None else self.stop, Tq) if explicit is None else _number(explicit)
         return op.Add(self.t, offset)
@@ -165,15 +168,10 @@ def _value(leaf: Any) -> Any:
 
 
 def _number(leaf: Any) -> Any:
-    # an int, or int64 values: one number, or [B, 1, 1, 1]
+    # an int, or int64 [1 | B, 1, 1, 1]
     if isinstance(leaf, int):
         return leaf
-    leaf = op.Cast(leaf, to=ir.DataType.INT64)
-    return (
-        leaf
-        if not len(leaf.shape or ()) and leaf.shape is not None
-        else op.Reshape(leaf, op.Constant(value_ints=[-1, 1, 1, 1]))
-    )
+    return op.Reshape(op.Cast(leaf, to=ir.DataType.INT64), op.Constant(value_ints=[-1, 1, 1, 1]))
 
 
 def _subtract(x: Any, y: Any) -> Any:
@@ -190,7 +188,7 @@ def _documents(mask: Mask, x: _Positions) -> Any:
     # a query whose position is outside the array has no document
     i = x.rows(None)
     last = _subtract(x.lengths[1], 1)
-    place = op.Squeeze(op.Max(op.Min(i, _value(last)), _constant(0)), op.Constant(value_ints=[1]))
+    place = op.Reshape(op.Max(op.Min(i, _value(last)), _constant(0)), op.Constant(value_ints=[-1]))
     own = op.Gather(ids, place, axis=len(first.shape) - 1)
     inside = op.And(op.GreaterOrEqual(i, _constant(0)), op.LessOrEqual(i, _value(last)))
     return op.And(op.Equal(_along(own, first, rows=True), _along(ids, first)), inside)
@@ -198,13 +196,8 @@ def _documents(mask: Mask, x: _Positions) -> Any:
 
 def _along(x: Any, like: Any, rows: bool = False) -> Any:
     # [n] or [B, n] as [1 | B, 1, n, 1] for rows, or [1 | B, 1, 1, n] for keys
-    batched = len(like.shape) == 2
-    ends = [-1, 1] if rows else [1, -1]
-    return (
-        op.Reshape(x, op.Constant(value_ints=[0 if batched else 1, 1, *ends]))
-        if not batched
-        else op.Unsqueeze(x, op.Constant(value_ints=[1, 3] if rows else [1, 2]))
-    )
+    added = [1, 3] if rows else [1, 2]
+    return op.Unsqueeze(x, op.Constant(value_ints=added if len(like.shape) == 2 else [0, *added]))
 
 
 def _window(mask: Mask, x: _Positions) -> Any:
