@@ -151,7 +151,9 @@ class Several(torch.nn.Module):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("lengths", [True, False], ids=["dynamic", "static"])
+@pytest.mark.parametrize(
+    "lengths", [pytest.param(True, id="dynamic", marks=pytest.mark.slow), pytest.param(False, id="static")]
+)
 @torch.no_grad()
 def test_a_compiled_program_equals_the_model(lengths: bool, tmp_path) -> None:
     names = [name for name, call in CALLS.items() if call[2] == lengths and name != "mask as input"]

@@ -39,10 +39,11 @@ def translation_table() -> dict[Any, Callable[..., Any]]:
     and `mask.causal()` the last with the last. The export uses `is_causal` only for equal lengths and for
     `mask.causal(0)`, and writes a boolean mask for other lengths. This was compared with ONNX Runtime 1.31.
 
-    Supported are float16, bfloat16, float32 and float64; scales above 0, a softcap, ALiBi, and a bias, which is rounded
-    to the dtype of q; and the masks full, causal, window, keys, prefix, padding, documents by ids, dense, strided,
-    dilated, chunked, global tokens up to a number, and what `&`, `|` and `~` make of them. The export raises
-    `Unsupported` for anything else, such as sinks, dropout and a use of lse; torch wraps it in its own error.
+    Supported are all floating dtypes (of which ONNX Runtime's CPU provider lacks bfloat16), scales above 0, a softcap,
+    ALiBi, and a bias, which is rounded to the dtype of q; and the masks full, causal, window, keys, prefix, padding,
+    documents by ids, dense, strided, dilated, chunked, global tokens up to a number, and what `&`, `|` and `~` make of
+    them. The export raises `Unsupported` for anything else, such as sinks, dropout and a use of lse; torch wraps it in
+    its own error.
 
     Returns:
         A dict from Saccade's operator in torch to its translation.
