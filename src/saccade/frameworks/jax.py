@@ -33,6 +33,8 @@ for _name, _handler in cpu.ffi_handlers().items():
 Arrays = dict[str, Any]
 # arrays with a batch entry for each entry of the call
 ROWS = ("q", "k", "v", "o", "lse", "do", "dlse")
+# the side arrays of core/ffi.cpp, in their order
+SIDE = ("bias", "slopes", "sinks", "table", "log_f")
 # the options of a problem that the handlers read
 TAKES = {"softcap", "sinks", "bias", "alibi", "relative", "gates", "dropout", "select"}
 _words: weakref.WeakKeyDictionary[Plan, Any] = weakref.WeakKeyDictionary()
@@ -94,7 +96,7 @@ class JaxCall(NamedTuple):
         def forward(arrays: Arrays) -> tuple[tuple[Any, Any], Any]:
             values = {name: x.value for name, x in arrays.items()}
             # a dict with the names of gradients as keys, because JAX keeps keys and traces values
-            wanted = {name: None for name in Side._fields if name in arrays and arrays[name].perturbed}
+            wanted = {name: None for name in SIDE if name in arrays and arrays[name].perturbed}
             o, lse = self.forward(decode=False)(values)
             return (o, lse), (values, o, lse, wanted)
 
@@ -132,12 +134,12 @@ class JaxCall(NamedTuple):
             q, k, v = (arrays[name] for name in "qkv")
             wide = np.dtype(problem.accumulator)
             shapes = [(q.shape, wide if len(plan.parts) > 1 else q.dtype), (k.shape, k.dtype), (v.shape, v.dtype)]
-            shapes += [(arrays[name].shape if name in wanted else (0,), wide) for name in Side._fields]
+            shapes += [(arrays[name].shape if name in wanted else (0,), wide) for name in SIDE]
             call = jax.ffi.ffi_call("saccade_backward", [jax.ShapeDtypeStruct(*x) for x in shapes])
             rows = [arrays["o"], arrays["lse"], arrays["do"], arrays.get("dlse", np.zeros(0, wide))]
             inputs = _inputs(problem, plan, arrays)
             results = call(*inputs, *rows, **self.attributes(problem), owners=np.int64(plan.owners))
-            gradients = dict(zip((*"qkv", *Side._fields), results, strict=True))
+            gradients = dict(zip((*"qkv", *SIDE), results, strict=True))
             gradients["q"] = gradients["q"].astype(q.dtype)
             return {name: x for name, x in gradients.items() if name in wanted or name in "qkv"}
 
@@ -203,7 +205,7 @@ def _inputs(problem: Problem, plan: Plan, arrays: Arrays) -> list[Any]:
         words = _words[plan] = encode(plan)
     none = np.zeros(0, problem.accumulator)
     selected = np.zeros(0, np.int32) if problem.selection is None else problem.selection.lists()
-    side = [arrays.get(name, none) for name in Side._fields]
+    side = [arrays.get(name, none) for name in SIDE]
     seed = arrays.get("seed", np.zeros(2, np.uint32))
     return [arrays["q"], arrays["k"], arrays["v"], words, *side, positions(problem), selected, seed]
 
