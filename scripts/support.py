@@ -77,7 +77,8 @@ biases, ALiBi, sinks and dropout (Philox-4x32-10).
 - **Instruction sets**: x86-64 base, v3 (AVX2), AVX-512, AVX-512 with bf16. All four pass the contract suite.
   `SACCADE_ISA` forces one.
 - **torch 2.13 with Python 3.11**: custom operators, autograd, `torch.compile`, `torch.func`, autocast, checkpoint,
-  FSDP2.
+  FSDP2, `torch.export` with AOTInductor, ONNX ([Export and JAX](export.md)).
+- **JAX 0.10**: `jit`, `grad` and `vmap` on its CPU arrays, with the options of the table.
 - **Threads**: Saccade has workers of its own, which sleep between calls. A thread that calls with torch tensors
   uses torch's OpenMP team instead, if both have the same number of threads (Linux).
 - **Refused**: DTensor, nested and sparse tensors, forward-mode derivatives, third derivatives, 8-bit floats.

@@ -107,6 +107,9 @@ def attention_backward(
 def decode(q: Tensor, cache: Any, request: Request) -> tuple[Tensor, Tensor]:
     """(o, lse) of `saccade.decode`."""
     k, v, lengths = cache.k, cache.v, cache.lengths
+    if torch.compiler.is_exporting():
+        reason = "torch.export would store the cache as a constant: pass keys and lengths, and call attention with"
+        raise Unsupported("torch", [f"{reason} saccade.mask.keys(lengths) & saccade.mask.causal()"])
     if hasattr(cache, "block_table") or getattr(cache, "quantised", None) is not None:
         look = _outside_graphs if torch.compiler.is_compiling() else _by_source
         return look(q, cache, request)

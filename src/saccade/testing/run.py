@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -74,13 +75,15 @@ def has_gradient(x: CaseInputs) -> bool:
     return x.bias is not None and x.case.bias[-2:] in ("qk", "1k") and x.bias.ndim == 4
 
 
-def verify(x: CaseInputs, backend: str | None = None, *, backward: bool = True) -> list[Met]:
-    """The measures of every output of a case, against the oracle.
+def verify(
+    x: CaseInputs, backend: str | None = None, *, backward: bool = True, compute: Callable[..., Any] = computed
+) -> list[Met]:
+    """The measures of every output of a case, against the oracle. compute: a function like `computed`.
 
     The allowed error grows with the number of orders in which standard attention runs. The verdict is that of
     `MOST_ORDERS` orders; most of them are skipped if fewer already allow the error.
     """
-    got, ref = computed(x, backend, backward=backward), expected(x, backward=backward)
+    got, ref = compute(x, backend, backward=backward), expected(x, backward=backward)
     mets: list[Met] = []
     for orders in (ORDERS, MOST_ORDERS):
         mets = measure_all(got, ref, plain(x, backward=backward, orders=orders), x.q.dtype)

@@ -40,6 +40,7 @@ __all__ = [
     "decode",
     "describe",
     "direct",
+    "ffi_handlers",
     "forward",
     "get_num_threads",
     "isa",
@@ -227,6 +228,11 @@ def append(
     x, target = (a.view(np.uint16) if a.dtype.name == "bfloat16" else a for a in (x, target))
     _core.append(x, target, scale, code, group, first, second, cos, sin, interleaved, threads.number)
     return True
+
+
+def ffi_handlers() -> dict[str, Any]:
+    """The handlers of XLA's foreign function interface by their names, as capsules (core/ffi.cpp)."""
+    return _core.ffi_handlers()
 
 
 def _core_parts(plan: Plan) -> list[Any]:

@@ -341,6 +341,7 @@ NB_MODULE(_core, m) {
         nb::arg("interleaved"), nb::arg("threads"));
   bind_recurrent(m);
   bind_diagonal(m);
+  bind_ffi(m);
   m.def("isas", &available_isas);
   m.def("isa", [] { return isa(); });
   m.def("set_isa", &set_isa);
