@@ -79,12 +79,3 @@ def test_a_key_reaches_only_the_rows_that_see_it(backend, name) -> None:
         sees = allowed[..., 5].swapaxes(1, 2)
         assert np.isfinite(got["do"][~sees]).all()
         assert np.isnan(got["do"][sees]).all()
-
-
-def test_selected_keys_are_refused(backend) -> None:
-    from saccade import Unsupported, mask
-
-    x = make(cases.by_name("heads-gqa"), "bfloat16", poison=False)
-    lists = mask.select(torch.zeros(1, x.case.Hk, x.case.Tq, 1, dtype=torch.int32), block=64)
-    with pytest.raises(Unsupported, match="forward-mode derivatives"):
-        tangents.computed(replace(x, mask=lists), tangents.make_tangents(x), backend)

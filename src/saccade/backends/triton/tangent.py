@@ -11,10 +11,14 @@ from ...problem import Problem
 from .. import Inputs
 from . import tiles
 from .chip import on
+from .kernels.rows import Array
 from .kernels.tangent import Moved, Sums
 from .kernels.tangent import tangent as kernel
 from .launch import AttentionLaunch
 from .stored import array
+
+# a tangent of zero
+ZERO = Array(None, None, None, None)
 
 
 def tangent(
@@ -39,7 +43,7 @@ def _launch(call: AttentionLaunch, lse: Tensor, tangents: Inputs, do: Tensor, dl
     last, (q, k, v, extras) = len(call.plan.parts) - 1, tangents
     if call.order is not None:
         k, v = (None if x is None else x.index_select(1, call.order.there) for x in (k, v))
-    moved = Moved(*(None if x is None else array(x) for x in (q, k, v)), call.linear(extras))
+    moved = Moved(*(ZERO if x is None else array(x) for x in (q, k, v)), call.linear(extras))
     sums = Sums(array(do), dlse)
     if last:
         values, rows = call.scratch(*do.shape, like=do), call.scratch(3, *lse.shape, like=lse)
@@ -47,7 +51,7 @@ def _launch(call: AttentionLaunch, lse: Tensor, tangents: Inputs, do: Tensor, dl
     for n in range(last + 1):
         tile, at, programs = call.row_tiles("dq", n)
         # the four tiles of keys and values, twice as many as in a backward, have no room for a pipeline
-        tile = tile._replace(num_stages=1)
+        tile = tile._replace(BN=min(tile.BN, 16 if call.problem.Dv > 128 else 32), num_warps=8, num_stages=1)
         arrays, config = (
             call.arrays._replace(words=at.words, lse=lse),
             call.config(tile, at.mask, ADD=n > 0, LAST=n == last),

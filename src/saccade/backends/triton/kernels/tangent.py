@@ -36,7 +36,7 @@ from .rows import load_rows, rows_of, store_rows
 
 
 class Moved(NamedTuple):
-    """The tangents of q, k and v as Array, and of the terms of scores as Scores without a softcap; None for zero."""
+    """The tangents of q, k and v as Array, whose pointers are None for zero, and of the terms of scores as Scores."""
 
     q: Any
     k: Any
@@ -78,9 +78,9 @@ def weights_of(queries, attention, moved, j, ok, MASKED: tl.constexpr):
     key = rows_of(attention.arrays.k, at, ok, config.D, config.BLOCK_D, MASKED)
     x = inner(queries.rows, key, config.D, config.BLOCK_D, config.EXACT)
     ds = tl.zeros_like(x)
-    if moved.q is not None:
+    if moved.q.p is not None:
         ds = inner(queries.moved, key, config.D, config.BLOCK_D, config.EXACT)
-    if moved.k is not None:
+    if moved.k.p is not None:
         key = rows_of(moved.k, at, ok, config.D, config.BLOCK_D, MASKED)
         ds += inner(queries.rows, key, config.D, config.BLOCK_D, config.EXACT)
     pairs = Pairs(queries.b, queries.h, queries.t[:, None], j[None, :], queries.record)
@@ -116,7 +116,7 @@ def fold(state, queries, attention, moved, k0, end, MASKED: tl.constexpr):
         b_v = only(b_v, tl.max(p, 0) > 0.0)
     acc = product(raw.to(b_v.dtype), b_v, acc, config.EXACT)
     values = product(p.to(b_v.dtype), b_v, values, config.EXACT)
-    if moved.v is not None:
+    if moved.v.p is not None:
         b_v = rows_of(moved.v, at, ok, config.DV, config.BLOCK_DV, MASKED).tile
         if MASKED:
             b_v = only(b_v, tl.max(p, 0) > 0.0)
@@ -143,7 +143,7 @@ def _tangent(moved, sums, attention):
     first, last, record = list_of(place, cls, b, h, tile_n)
     rows = rows_of(attention.arrays.q, (b, h, t), ok, config.D, config.BLOCK_D, True)
     of_rows = rows
-    if moved.q is not None:
+    if moved.q.p is not None:
         of_rows = rows_of(moved.q, (b, h, t), ok, config.D, config.BLOCK_D, True)
     at = (b.to(tl.int64) * place.Tq + t) * place.Hq + h
     lse = tl.load(attention.arrays.lse + at, mask=ok, other=float("-inf"))
