@@ -2,9 +2,9 @@
 
     python benchmarks/forward_mode.py rows.csv
 
-The rate of a case is how many forwards the two take together, at most 4.5. With tangents of q, k and v a forward has two
-products per pair and the pass of the tangent five to six. The peer is the same calls of torch's math attention, which
-stores all scores and the tangents of all weights.
+The rate of a case is how many forwards the two take together, at most 4.5. With tangents of q, k and v a forward has
+two products per pair and the pass of the tangent five to six. The peer is the same calls of torch's math attention,
+which stores all scores and the tangents of all weights.
 """
 
 from __future__ import annotations

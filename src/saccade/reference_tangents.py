@@ -21,8 +21,9 @@ def tangents(
 
     moved: the tangents by name, of q, k, v, bias, slopes, sinks, table and log_f; zero where missing.
     """
-    opt, seen = OracleOptions(**options), {"q": q, "k": k, "v": v}
-    dq, dk, dv, _ = by_head(*(moved.get(name, np.zeros_like(x)) for name, x in seen.items()), options)
+    opt = OracleOptions(**options)
+    dq, dk, dv = (moved.get(name, np.zeros_like(x)) for name, x in (("q", q), ("k", k), ("v", v)))
+    dq, dk, dv, _ = by_head(dq, dk, dv, options)
     q, k, v, r = by_head(q, k, v, options)
     rows = weights_of(q, k, mask, opt, r)
     terms = opt._replace(**{name: moved.get(name) for name in ("bias", "slopes", "table", "log_f")})

@@ -122,11 +122,12 @@ def tangent(planned: PlannedCall, inputs: Inputs, o: Tensor, lse: Tensor, tangen
     refuse_tangent(backend, problem)
     follow_threads(backend)
     give = giver(backend)
-    arrays, moved = (
-        Inputs(*(None if y is None else give(dense(y)) for y in x[:3]), _lent(x.extras, give))
-        for x in (inputs, tangents)
-    )
-    to, tlse = backend.tangent(problem, plan, arrays, give(dense(o)), give(dense(lse)), moved)
+
+    def lend(x: Inputs) -> Inputs:
+        q, k, v = (None if y is None else give(dense(y)) for y in x[:3])
+        return Inputs(q, k, v, _lent(x.extras, give))
+
+    to, tlse = backend.tangent(problem, plan, lend(inputs), give(dense(o)), give(dense(lse)), lend(tangents))
     return tensor(to, o.dtype), tensor(tlse)
 
 
@@ -136,7 +137,7 @@ def refuse_tangent(backend: Any, problem: Problem) -> None:
     if takes is None:
         raise Unsupported(name, ["forward-mode derivatives are not computed here: use the backend cpu or triton"])
     if lacks := sorted(problem.uses - takes):
-        names = ", ".join(OPTIONS.get(option, option) for option in lacks)
+        names = ", ".join(str(OPTIONS.get(option, option)) for option in lacks)
         raise Unsupported(name, [f"forward-mode derivatives with {names} are not computed here: leave it out"])
 
 

@@ -26,9 +26,7 @@ def make_tangents(x: CaseInputs, seed: int = 0) -> dict[str, Array]:
         array = getattr(x, name)
         if array is not None:
             moved[name] = rng.standard_normal(array.shape).astype(array.dtype)
-            # a whole row of numbers may not be read
-            unread = ~np.isfinite(array.astype(np.float32))
-            moved[name][unread] = np.nan
+            moved[name][~np.isfinite(array.astype(np.float32))] = np.nan
     return moved
 
 
@@ -75,7 +73,8 @@ def computed(x: CaseInputs, moved: Mapping[str, Array], backend: str | None = No
     from .tensors import get, put
 
     primals = {name: put(getattr(x, name)) for name in moved}
-    _, (do, dlse) = torch.func.jvp(attend(x, backend), (primals,), ({name: put(t) for name, t in moved.items()},))
+    _, results = torch.func.jvp(attend(x, backend), (primals,), ({name: put(t) for name, t in moved.items()},))[:2]
+    do, dlse = results
     return {"do": get(do), "dlse": get(dlse)}
 
 

@@ -37,10 +37,10 @@ if interpreted():
 
     interpret.prepare()
 
-EVERY_VERB = {"softcap", "sinks", "bias", "alibi", "relative", "gates", "dropout", "select"}
+SCORES = {"softcap", "sinks", "bias", "alibi", "relative", "gates", "dropout"}
+EVERY_VERB = SCORES | {"select"}
 STORED = {"source", "quantised"}
-TAKES = dict.fromkeys(("forward", "decode"), EVERY_VERB | STORED)
-TAKES |= {"backward": EVERY_VERB, "tangent": EVERY_VERB - {"select"}}
+TAKES = dict.fromkeys(("forward", "decode"), EVERY_VERB | STORED) | {"backward": EVERY_VERB, "tangent": SCORES}
 # options of calls whose keys may be reordered: none of them depends on the order of the keys
 GATHERED = {"softcap", "sinks"}
 # options of calls that may be replayed
@@ -198,7 +198,7 @@ def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
 
 def replayable(p: Problem, plan: Plan) -> bool:
     """Whether launches depend only on the layout of the arrays, and the version of Triton's launcher is known."""
-    if len(plan.parts) > 1 or plan.parts[0].step > 1 or plan.order is not None:
+    if plan.parts[0].step > 1 or len(plan.parts) > 1 or plan.order is not None:
         return False
     return p.uses <= REPLAYED and p.dtype != hopper.EIGHT_BITS and not versions.why_not() and not interpreted()
 

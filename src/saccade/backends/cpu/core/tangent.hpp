@@ -17,10 +17,10 @@ struct Tangent {
   static constexpr int N = lanes<T>;
 
   struct State : Item<T> {
-    Scorer<T> ds;      // adds the tangents of bias, slopes and gates
-    Num *qt, *dqt;     // [depth(D)][width of the item]
-    T *at, *ot;        // A^T and V^T P, [Dv rounded up][width of the item]
-    T lse[TILE_Q];     // in log2 units
+    Scorer<T> ds;   // adds the tangents of bias, slopes and gates
+    Num *qt, *dqt;  // [depth(D)][width of the item]
+    T *at, *ot;     // A^T and V^T P, [Dv rounded up][width of the item]
+    T lse[TILE_Q];  // in log2 units
     T m[TILE_Q], weight[TILE_Q], r[TILE_Q], half[TILE_Q];
     bool open;  // m of some row may still move
   };

@@ -104,8 +104,8 @@ struct Call {
   int splits = 1;
   int threads = 1;
   int64_t split_keys = 0, n_chunks = 0;
-  void* partial = nullptr;     // decode: [B, Hk, n_chunks, rows, Dv + 2]; backward: dk, dv sums per owner
-  int accumulate = 0;          // backward: add into dq, dk, dv sums instead of starting from zero
+  void* partial = nullptr;  // decode: [B, Hk, n_chunks, rows, Dv + 2]; backward: dk, dv sums per owner
+  int accumulate = 0;       // backward: add into dq, dk, dv sums instead of starting from zero
   // backward: (lse in log2 units, delta) of each row, [B, Tq, Hq, 2]; tangents of several parts: three sums
   double* rows = nullptr;
   double* sums = nullptr;      // backward: (sum of P, sum of P dP) of each row, where rows are refined
