@@ -280,12 +280,6 @@ def test_a_mask_is_a_pytree() -> None:
     assert str(doubled) == str(masks.causal() & masks.window(6, 0) & masks.documents(2 * IDS))
 
 
-def test_forward_mode_is_refused(qkv: tuple[torch.Tensor, ...]) -> None:
-    # a tangent that is dropped would be a wrong derivative
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        torch.func.jvp(lambda q: saccade.attention(q, *qkv[1:]), (qkv[0],), (qkv[0],))
-
-
 def test_a_backend_by_name_never_falls_back(qkv: tuple[torch.Tensor, ...]) -> None:
     with pytest.raises(Unsupported, match="triton"):
         saccade.attention(*qkv, backend="triton")

@@ -90,7 +90,7 @@ def test_options_have_names() -> None:
 @pytest.mark.parametrize("name", backends.ORDER)
 def test_what_a_backend_takes_is_an_option(name: str) -> None:
     takes = backends.load(name).TAKES
-    assert takes.keys() == {"forward", "backward", "decode"}
+    assert takes.keys() - {"tangent"} == {"forward", "backward", "decode"}
     assert all(options <= set(OPTIONS) for options in takes.values())
 
 
@@ -157,6 +157,21 @@ def test_an_unknown_option_has_no_second_derivative() -> None:
     for problem in INVENTED.values():
         with pytest.raises(saccade.Unsupported, match=r"second derivatives with t[iw][a-z]+ are not computed"):
             second_derivative(problem, [x] * 6, [x] * 5 + [None] * 3, 0)
+
+
+def test_an_unknown_option_has_no_tangent() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from saccade.frameworks.torch_run import refuse_tangent
+
+    for name in ("cpu", "triton"):
+        refuse_tangent(backends.load(name), PLAIN)
+        for problem in INVENTED.values():
+            with pytest.raises(Unsupported, match=r"forward-mode derivatives with t[iw][a-z]+ are not computed here"):
+                refuse_tangent(backends.load(name), problem)
+    for name in ("webgpu", "metal"):
+        with pytest.raises(Unsupported, match="forward-mode derivatives are not computed here"):
+            refuse_tangent(backends.load(name), PLAIN)
 
 
 def test_a_new_kind_of_scan_is_refused_by_the_core() -> None:

@@ -137,6 +137,11 @@ class Backend(Protocol):
         return None
 
     @staticmethod
+    def tangent(problem: Problem, plan: Plan, inputs: Inputs, o: Any, lse: Any, tangents: Inputs) -> tuple[Any, Any]:
+        """The tangents of o and lse; those of the inputs are None where zero. Only with TAKES["tangent"]."""
+        raise NotImplementedError
+
+    @staticmethod
     def follows_lengths(problem: Problem, plan: Plan) -> bool:
         """Whether `decode` reads the lengths of sequences on the device, as `Extras.lengths`."""
         return False

@@ -129,8 +129,12 @@ def decode(q: Tensor, cache: Any, request: Request) -> tuple[Tensor, Tensor]:
 
 
 def _reads_lengths(on: Tensor, cache: Any, request: Request) -> bool:
-    # whether the backend for tensors like `on` may read lengths on its device
-    if request.side._replace(sinks=None) != NO_SIDE or getattr(cache, "gates", None) is not None:
+    # whether the backend for tensors like `on` may read lengths on its device; its kernels compute no tangents
+    if (
+        forward_mode_active()
+        or request.side._replace(sinks=None) != NO_SIDE
+        or getattr(cache, "gates", None) is not None
+    ):
         return False
     return on.is_cuda or request.options.backend not in (None, "cpu")
 
@@ -199,8 +203,8 @@ class _Attention(torch.autograd.Function):
         planned, mask, options, seed = ctx.call
         outputs = Outputs(o, lse, torch.zeros_like(o) if do is None else do, dlse)
         needs = ctx.needs_input_grad[-len(Side._fields) :]
-        if torch.is_grad_enabled():
-            # a second derivative is needed, which the operator has
+        if torch.is_grad_enabled() or forward_mode_active():
+            # a second derivative or a tangent is needed, which the operator has
             key = torch.tensor(run.signed(seed)) if planned.problem.scores.dropout else None
             rest = op.arguments(Request(mask, Side(*side), options, key))
             return None, *op.differentiate(q, k, v, outputs, rest, Side(*needs)).values()

@@ -1,4 +1,4 @@
-"""The torch operators saccade::forward, saccade::backward and saccade::second, with fakes, derivatives and vmap.
+"""The torch operators saccade::forward, backward, second and tangent, with fakes, derivatives and vmap.
 
 Each takes its mask as `str structure, SymInt[] ints, Tensor[] data`, so that one graph with symbolic lengths and mask
 integers is valid for all values. Lowering and planning happen inside the operator.
@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends import Outputs
+from ..backends import Inputs, Outputs
 from ..errors import Unsupported
 from ..operands import Options, Request, Side
 from . import torch_run as run
 from .torch_mask import join, seen, split
 from .torch_second import second_derivative
 from .torch_signature import Signature
-from .torch_state import transforms_active
+from .torch_state import drops_tangents, forward_mode_active, transforms_active
 from .torch_vmap import vmap_rule
 
 QKV = "Tensor q, Tensor k, Tensor v"
@@ -45,6 +45,13 @@ SECOND = Signature(
     f"Tensor ddo, Tensor ddlse, Tensor dq, Tensor dk, Tensor dv, {OF_SIDE}",
 )
 INPUTS = ("do", "dlse", "q", "k", "v", *Side._fields)
+# the tangents of o and lse from those of q, k, v and the side arrays, None for zero
+TANGENTS = ("tq", "tk", "tv", *(f"t{name}" for name in Side._fields))
+TANGENT = Signature(
+    "tangent",
+    f"{', '.join(f'Tensor? {name}' for name in TANGENTS)}, {QKV}, Tensor o, Tensor lse, {REST}",
+    "Tensor to, Tensor tlse",
+)
 
 
 def arguments(request: Request) -> list[Any]:
@@ -104,6 +111,13 @@ def _second(*args: Any) -> tuple[Tensor, ...]:
     return tuple(a.q.new_empty(0) if x is None else x for x in results)
 
 
+def _tangent(*args: Any) -> tuple[Tensor, Tensor]:
+    a = TANGENT.bind(*args)
+    tq, tk, tv, *of_side = (getattr(a, name) for name in TANGENTS)
+    tangents = Inputs(tq, tk, tv, run.carried(0, *of_side))
+    return run.tangent(_planned(a), Inputs(a.q, a.k, a.v, _extras(a)), a.o, a.lse, tangents)
+
+
 # shapes and dtypes of the results, for tracing
 
 
@@ -127,6 +141,11 @@ def _fake_second(*args: Any) -> tuple[Tensor, ...]:
     a = SECOND.bind(*args)
     inputs = [getattr(a, name) for name in INPUTS]
     return tuple(a.do.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
+
+
+def _fake_tangent(*args: Any) -> tuple[Tensor, Tensor]:
+    a = TANGENT.bind(*args)
+    return a.o.new_empty(a.o.shape), a.lse.new_empty(a.lse.shape)
 
 
 def _check(a: Any, grads: frozenset[str] | None = None) -> None:
@@ -165,7 +184,8 @@ def differentiate(
 
 
 def _backward_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    BACKWARD.save(ctx, BACKWARD.bind(*inputs)._replace(o=None, lse=None))
+    a = BACKWARD.bind(*inputs)
+    BACKWARD.save(ctx, a if forward_mode_active() else a._replace(o=None, lse=None))
 
 
 def _backward_backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
@@ -186,31 +206,84 @@ def _second_backward(ctx: Any, *_: Any) -> Any:
     raise Unsupported("torch", ["third derivatives are not supported: attention has first and second ones"])
 
 
+# forward mode: autograd Functions have the rules, because torch.library cannot register them
+
+
+def _forward_jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
+    (a, (o, lse)), t = FORWARD.saved(ctx), FORWARD.bind(*tangents)
+    return call("tangent", t.q, t.k, t.v, *_side(t), a.q, a.k, a.v, o, lse, *_rest(a))
+
+
+def _backward_jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
+    (a, _), t = BACKWARD.saved(ctx), BACKWARD.bind(*tangents)
+    results: list[tuple[Tensor, ...]] = []
+    if t.do is not None or t.dlse is not None:
+        # linear in do and dlse
+        do = torch.zeros_like(a.do) if t.do is None else t.do
+        results.append(call("backward", *a._replace(do=do, dlse=t.dlse)))
+    moved = (t.q, t.k, t.v, *_side(t))
+    if any(x is not None for x in moved):
+        # the matrix of second derivatives is symmetric; it includes the tangents of o and lse
+        _, _, *rest = call("second", *moved, a.do, a.dlse, a.q, a.k, a.v, *_rest(a), a.grads)
+        wanted = (True, True, True, *a.grads)
+        results.append(tuple(x if flag else x.new_empty(0) for x, flag in zip(rest, wanted, strict=True)))
+    return results[0] if len(results) == 1 else tuple(x + y for x, y in zip(*results, strict=True))
+
+
+def _second_jvp(ctx: Any, *_: Any) -> Any:
+    raise Unsupported("torch", ["third derivatives are not supported: attention has first and second ones"])
+
+
+def _tangent_jvp(ctx: Any, *_: Any) -> Any:
+    way_out = "compute the second derivative forward over reverse, as torch.func.hessian does"
+    raise Unsupported("torch", [f"a tangent of a tangent is not computed: {way_out}"])
+
+
+def _tangent_backward(ctx: Any, *_: Any) -> Any:
+    way_out = "detach the tangent, or compute the second derivative forward over reverse, as torch.func.hessian does"
+    raise Unsupported("torch", [f"a gradient through a tangent is not computed: {way_out}"])
+
+
 def call(name: str, *args: Any) -> tuple[Tensor, ...]:
-    """saccade::<name>; under torch.func as an autograd Function, which torch.func can differentiate and map at once."""
-    if not torch.compiler.is_compiling() and transforms_active():
+    """saccade::<name>; under torch.func and in forward mode as an autograd Function, which has all derivatives."""
+    if not torch.compiler.is_compiling() and (transforms_active() or forward_mode_active()):
         return _functions[name].apply(*args)
     return getattr(torch.ops.saccade, name).default(*args)
 
 
+def _keeping_tangents(function: Callable[..., Any]) -> Callable[..., Any]:
+    # Dynamo calls operators directly, also in forward mode, and would take every tangent for zero
+    def checked(*args: Any) -> Any:
+        if drops_tangents():
+            reason = "forward mode is not compiled, because Dynamo drops tangents: call torch.func.jvp outside of"
+            raise Unsupported("torch", [f"{reason} torch.compile"])
+        return function(*args)
+
+    return checked
+
+
 def _register(
-    signature: Signature, kernel: Any, fake: Any, setup: Callable[..., Any], backward: Callable[..., Any]
+    signature: Signature, kernel: Any, fake: Any, setup: Callable[..., Any], backward: Callable[..., Any], jvp: Any
 ) -> type[torch.autograd.Function]:
     name = signature.name
-    signature.register(kernel, fake, setup, backward if name == "second" else signature.with_lists(backward))
+    lists = name in ("forward", "backward")
+    kernel, fake = _keeping_tangents(kernel), _keeping_tangents(fake)
+    signature.register(kernel, fake, setup, signature.with_lists(backward) if lists else backward)
     rule = vmap_rule(signature, partial(call, name))
     torch.library.register_vmap(f"saccade::{name}", rule)
     members = {
         "forward": staticmethod(getattr(torch.ops.saccade, name).default),
         "setup_context": staticmethod(setup),
         "backward": staticmethod(backward),
+        "jvp": staticmethod(jvp),
         "vmap": staticmethod(rule),
     }
     return type(f"Attention_{name}", (torch.autograd.Function,), members)
 
 
 _functions = {
-    "forward": _register(FORWARD, _forward, _fake_forward, _forward_setup, _forward_backward),
-    "backward": _register(BACKWARD, _backward, _fake_backward, _backward_setup, _backward_backward),
-    "second": _register(SECOND, _second, _fake_second, _no_setup, _second_backward),
+    "forward": _register(FORWARD, _forward, _fake_forward, _forward_setup, _forward_backward, _forward_jvp),
+    "backward": _register(BACKWARD, _backward, _fake_backward, _backward_setup, _backward_backward, _backward_jvp),
+    "second": _register(SECOND, _second, _fake_second, _no_setup, _second_backward, _second_jvp),
+    "tangent": _register(TANGENT, _tangent, _fake_tangent, _no_setup, _tangent_backward, _tangent_jvp),
 }

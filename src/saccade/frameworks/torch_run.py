@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..backends import Extras, Inputs, Outputs
 from ..biases import check_log_f, for_kernels
+from ..errors import Unsupported
 from ..operands import NO_SIDE, Request, Side, Spec
-from ..problem import Problem, check_gradients
+from ..problem import OPTIONS, Problem, check_gradients
 from .call import NO_EXTRAS, PlannedCall, find, make, rows_of
 from .source import STRIDED, Source
 from .torch_state import capsule
@@ -113,6 +114,31 @@ def backward(
     dq, dk, dv, more = backend.backward(problem, plan, inputs, outputs, grads=grads)
     extra = {name: tensor(x) for name, x in more.items()}
     return tensor(dq, q.dtype), tensor(dk, q.dtype), tensor(dv, q.dtype), extra
+
+
+def tangent(planned: PlannedCall, inputs: Inputs, o: Tensor, lse: Tensor, tangents: Inputs) -> tuple[Tensor, Tensor]:
+    """The tangents of o and lse, from those of tensors that fit the plan."""
+    problem, plan, backend, _ = planned
+    refuse_tangent(backend, problem)
+    follow_threads(backend)
+    give = giver(backend)
+
+    def lend(x: Inputs) -> Inputs:
+        q, k, v = (None if y is None else give(dense(y)) for y in x[:3])
+        return Inputs(q, k, v, _lent(x.extras, give))
+
+    to, tlse = backend.tangent(problem, plan, lend(inputs), give(dense(o)), give(dense(lse)), lend(tangents))
+    return tensor(to, o.dtype), tensor(tlse)
+
+
+def refuse_tangent(backend: Any, problem: Problem) -> None:
+    """Raise Unsupported unless a backend computes the tangents of a problem."""
+    name, takes = backend.__name__.rpartition(".")[2], backend.TAKES.get("tangent")
+    if takes is None:
+        raise Unsupported(name, ["forward-mode derivatives are not computed here: use the backend cpu or triton"])
+    if lacks := sorted(problem.uses - takes):
+        names = ", ".join(str(OPTIONS.get(option, option)) for option in lacks)
+        raise Unsupported(name, [f"forward-mode derivatives with {names} are not computed here: leave it out"])
 
 
 def gradients_like(side: Side, more: dict[str, Tensor]) -> Side:

@@ -49,6 +49,7 @@ __all__ = [
     "probe_flops",
     "probe_stream",
     "set_num_threads",
+    "tangent",
     "unsupported",
 ]
 
@@ -60,6 +61,7 @@ TAKES = {
     "forward": {*SCORES, *STORED, "select"},
     "decode": {*SCORES, *STORED, "select"},
     "backward": {*SCORES, "select"},
+    "tangent": SCORES,
 }
 # options of calls that `direct` supports
 DIRECT = {"softcap"}
@@ -208,6 +210,20 @@ def backward(
         sinks = np.asarray(extras.sinks, np.float64)
         more["sinks"] = sinks_gradient(sinks, used[..., 0], used[..., 1], log2=True).astype(wide)
     return (narrow(dq, out_dtype) if several else dq), dk, dv, more
+
+
+def tangent(
+    problem: Problem, plan: Plan, inputs: Inputs, o: Array, lse: Array, tangents: Inputs
+) -> tuple[Array, Array]:
+    """The tangents of o and lse, by one pass that recomputes the scores; o: all parts of the plan in its dtype."""
+    several = len(plan.parts) > 1
+    do = np.empty(o.shape, problem.accumulator if several else o.dtype)
+    dlse = np.empty(lse.shape, problem.accumulator)
+    if dlse.size:
+        arrays = *inputs[:3], o, np.ascontiguousarray(lse), *tangents[:3], do, dlse
+        extras = _extra(problem, inputs.extras), _extra(problem, tangents.extras)
+        _core.tangent(_core_parts(plan), _options(problem), threads.number, *arrays, *extras)
+    return (narrow(do, problem.dtype) if several else do), dlse
 
 
 def append(

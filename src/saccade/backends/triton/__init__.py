@@ -28,6 +28,7 @@ from .replay import AttentionRecorder, Recorder, Replay
 from .support import describe as describe
 from .support import explain as explain
 from .support import missing as missing
+from .tangent import tangent as tangent
 from .tiles import LEAST, SPLIT_LEAST, tile_of
 from .tokens import append as append
 
@@ -36,9 +37,10 @@ if interpreted():
 
     interpret.prepare()
 
-EVERY_VERB = {"softcap", "sinks", "bias", "alibi", "relative", "gates", "dropout", "select"}
+SCORES = {"softcap", "sinks", "bias", "alibi", "relative", "gates", "dropout"}
+EVERY_VERB = SCORES | {"select"}
 STORED = {"source", "quantised"}
-TAKES = {"forward": EVERY_VERB | STORED, "decode": EVERY_VERB | STORED, "backward": EVERY_VERB}
+TAKES = dict.fromkeys(("forward", "decode"), EVERY_VERB | STORED) | {"backward": EVERY_VERB, "tangent": SCORES}
 # options of calls whose keys may be reordered: none of them depends on the order of the keys
 GATHERED = {"softcap", "sinks"}
 # options of calls that may be replayed
@@ -56,8 +58,7 @@ def limits(problem: Problem) -> Limits:
     forward = tile_of("forward", chip, problem)
     splits = {"few_queries": 16, "lanes": 2 * multiprocessors(problem.device), "split_least": SPLIT_LEAST}
     name, order = f"triton {chip}", gathers(problem)
-    tiles = forward.BM, forward.BN
-    return Limits(name, *tiles, quantum=forward.BN, least_q=LEAST, gathers=order, **splits)
+    return Limits(name, forward.BM, forward.BN, quantum=forward.BN, least_q=LEAST, gathers=order, **splits)
 
 
 def gathers(p: Problem) -> bool:
@@ -197,8 +198,7 @@ def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
 
 def replayable(p: Problem, plan: Plan) -> bool:
     """Whether launches depend only on the layout of the arrays, and the version of Triton's launcher is known."""
-    first = plan.parts[0]
-    if len(plan.parts) > 1 or first.step > 1 or plan.order is not None:
+    if plan.parts[0].step > 1 or len(plan.parts) > 1 or plan.order is not None:
         return False
     return p.uses <= REPLAYED and p.dtype != hopper.EIGHT_BITS and not versions.why_not() and not interpreted()
 

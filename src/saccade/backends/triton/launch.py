@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -114,6 +115,12 @@ class AttentionLaunch(Launches):
         if self.sinks is None or n < len(self.plan.parts) - 1:
             return self.scores
         return self.scores._replace(sinks=self.sinks)
+
+    def linear(self, extras: Extras) -> Scores:
+        """The tangents of the terms of the scores."""
+        terms = replace(self.problem, scores=replace(self.problem.scores, softcap=0.0))
+        sinks = None if extras.sinks is None else extras.sinks.contiguous()
+        return _scores(terms, self.plan, extras, self.device)._replace(sinks=sinks)
 
     def caller_order(self, x: Tensor) -> Tensor:
         """Gradients of keys or values, back in the caller's order."""

@@ -281,6 +281,20 @@ void backward(const std::vector<PlanPart*>& parts, const Options& o, int threads
   run_backward(c, p, threads);
 }
 
+void tangent(const std::vector<PlanPart*>& parts, const Options& o, int threads, const In& q, const In& k, const In& v,
+             const In& out, const In& lse, std::optional<In> dq, std::optional<In> dk, std::optional<In> dv,
+             const Any& dout, const Any& dlse, const Extra& e, const Extra& de) {
+  Call c = make_call(o, e), d = make_call(o, de);
+  c.q = view(q), c.k = view(k), c.v = view(v), c.o = view(out), c.lse = const_cast<void*>(lse.data());
+  if (dq) d.q = view(*dq);
+  if (dk) d.k = view(*dk);
+  if (dv) d.v = view(*dv);
+  d.o = view(dout), d.lse = dlse.data(), d.softcap = 0;
+  const auto p = pointers(parts);
+  const Unlocked unlocked;
+  run_tangent(c, d, p, threads);
+}
+
 using Longs = nb::ndarray<const int64_t, nb::c_contig, nb::device::cpu>;
 
 void append(const In& in, const Any& out, std::optional<Any> scale, int code, int64_t group, const Longs& first,
@@ -336,6 +350,9 @@ NB_MODULE(_core, m) {
         nb::arg("delta").none(), nb::arg("dq"), nb::arg("dk"), nb::arg("dv"), nb::arg("dbias").none(),
         nb::arg("ddistances").none(), nb::arg("dslopes").none(), nb::arg("dgates").none(), nb::arg("rows").none(),
         nb::arg("extra"));
+  m.def("tangent", &tangent, nb::arg("parts"), nb::arg("options"), nb::arg("threads"), nb::arg("q"), nb::arg("k"),
+        nb::arg("v"), nb::arg("o"), nb::arg("lse"), nb::arg("dq").none(), nb::arg("dk").none(), nb::arg("dv").none(),
+        nb::arg("do"), nb::arg("dlse"), nb::arg("extra"), nb::arg("tangents"));
   m.def("append", &append, nb::arg("given"), nb::arg("held"), nb::arg("scale").none(), nb::arg("code"),
         nb::arg("group"), nb::arg("first"), nb::arg("second"), nb::arg("cos").none(), nb::arg("sin").none(),
         nb::arg("interleaved"), nb::arg("threads"));

@@ -170,6 +170,25 @@ void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
   parallel(c.B * c.Hk, threads, [&](int64_t task) { k.backward_finish(c, task); });
 }
 
+void run_tangent(Call& c, Call& d, const std::vector<const Part*>& parts, int threads) {
+  const Kernels& k = *current();
+  c.tangent = &d;
+  c.threads = threads = worth(c, threads, FORWARD_HEAD);
+  // what a part passes on to the next: sums of each row, and its values by their weights
+  const int64_t rows = parts.size() > 1 ? c.B * c.Tq * c.Hq : 0;
+  const Workspace sums(rows * 24), values(rows * c.Dv * number_size(c));
+  c.rows = static_cast<double*>(sums.get());
+  const DType dtype = c.q.dtype == DType::f64 ? DType::f64 : DType::f32;
+  d.do_ = {static_cast<char*>(values.get()), {c.Tq * c.Hq * c.Dv, c.Hq * c.Dv, c.Dv, 1}, dtype};
+  for (size_t n = 0; n < parts.size(); ++n) {
+    c.part = parts[n];
+    c.merge = n > 0;
+    c.last = n + 1 == parts.size();
+    const int64_t bytes = k.tangent_scratch(c);
+    parallel(k.tangent_tasks(c), threads, [&](int64_t task) { k.tangent(c, task, scratch(bytes)); });
+  }
+}
+
 void run_append(const Append& c, int threads) {
   const Kernels& k = *current();
   const int64_t bytes = k.append_scratch(c), block = 16;

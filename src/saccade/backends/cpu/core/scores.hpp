@@ -147,11 +147,16 @@ struct Scorer : QueryRows {
       s = tanhv<T>(x) * static_cast<T>(c->softcap);
       if (cap_slope) store(cap_slope + r * width + w, tanh_slope<T>(x));
     }
+    s = with_terms(s, w, j);
+    const vec<T> y = s * LOG2E<T> + s * static_cast<T>(LOG2E<double> - static_cast<double>(LOG2E<T>));
+    return any((s > FAR<T>) | (s < -FAR<T>)) ? brought_nearer<T>(s, y) : y;
+  }
+
+  vec<T> with_terms(vec<T> s, int64_t w, int64_t j) const {
     if (masked_by_bias()) s += biases(w, j);
     if (c->slopes) s -= static_cast<T>(slope()) * distance(w, j);
     if (c->gates.data) s += forgotten(w, j);
-    const vec<T> y = s * LOG2E<T> + s * static_cast<T>(LOG2E<double> - static_cast<double>(LOG2E<T>));
-    return any((s > FAR<T>) | (s < -FAR<T>)) ? brought_nearer<T>(s, y) : y;
+    return s;
   }
 
   double slope() const { return c->slopes[b * c->slopes_stride + h]; }

@@ -104,12 +104,15 @@ struct Call {
   int splits = 1;
   int threads = 1;
   int64_t split_keys = 0, n_chunks = 0;
-  void* partial = nullptr;     // decode: [B, Hk, n_chunks, rows, Dv + 2]; backward: dk, dv sums per owner
-  int accumulate = 0;          // backward: add into dq, dk, dv sums instead of starting from zero
-  double* rows = nullptr;      // backward: (lse in log2 units, delta) of each row, [B, Tq, Hq, 2]
+  void* partial = nullptr;  // decode: [B, Hk, n_chunks, rows, Dv + 2]; backward: dk, dv sums per owner
+  int accumulate = 0;       // backward: add into dq, dk, dv sums instead of starting from zero
+  // backward: (lse in log2 units, delta) of each row, [B, Tq, Hq, 2]; tangents of several parts: three sums
+  double* rows = nullptr;
   double* sums = nullptr;      // backward: (sum of P, sum of P dP) of each row, where rows are refined
   double* lse_lost = nullptr;  // the part of a refinement lost in adding it to a large lse
   int only_sums = 0;           // backward: only add to the sums, since more parts follow
+  // the tangents of q, k, v, the terms of scores and the sinks, null where zero; its o and lse get the results
+  const Call* tangent = nullptr;
 
   // scores are only products
   bool plain() const { return softcap == 0 && !bias.data && !distances.data && !slopes && !gates.data; }
@@ -144,6 +147,9 @@ struct Kernels {
   void (*backward_finish)(const Call&, int64_t task);
   void (*backward_bias)(const Call&, int64_t task, char* scratch);
   void (*backward_distances)(const Call&, int64_t task, char* scratch);
+  int64_t (*tangent_tasks)(const Call&);
+  int64_t (*tangent_scratch)(const Call&);
+  void (*tangent)(const Call&, int64_t task, char* scratch);
   int64_t (*append_scratch)(const Append&);
   void (*append)(const Append&, int64_t token, char* scratch);
   void (*row)(const Call&, int64_t at);  // at: index in [B, Tq, Hq]
