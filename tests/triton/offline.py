@@ -129,8 +129,8 @@ def of_problem(chip: str, dtype: str, D: int) -> dict[str, Taken]:
                 bias_gradient.launch(call, 0, arrays, dbias)
             else:
                 launch.forward(call, o, lse)
-                launch.delta(call, do, o, None)
-                share = launch.refine(call, do, lse, lse, None)
+                launch.delta(call, Outputs(o, lse, do))
+                share = launch.refine(call, Outputs(o, lse, do), lse)
                 launch.backward(call, arrays._replace(share=share), launch.Gradients(dq, dk, dv, None), False)
     return found
 
@@ -180,7 +180,7 @@ def of_branch(
             launch_decode.decode(call, o, lse)
         else:
             launch.forward(call, o, lse)
-            share = launch.refine(call, do, lse, lse, lse)
+            share = launch.refine(call, Outputs(o, lse, do, lse), lse)
             arrays = call.arrays._replace(do=launch.array(do), lse=lse, share=share, delta=lse)
             launch.backward(call, arrays, launch.Gradients(dq, dk, dv, dbias), bool(p.scores.alibi))
     return found
@@ -253,7 +253,7 @@ def of_selected(
         call = launch.AttentionLaunch(p, make_plan(p, limits(p)), Inputs(q, k, v))
         launch_decode.selected(call, o, lse)
         if Tq > 1:
-            share = launch.refine(call, do, lse, lse, lse)
+            share = launch.refine(call, Outputs(o, lse, do, lse), lse)
             arrays = call.arrays._replace(do=launch.array(do), lse=lse, share=share, delta=lse)
             launch.backward(call, arrays, launch.Gradients(dq, dk, dv), False)
     return found
