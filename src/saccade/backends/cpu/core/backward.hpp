@@ -105,7 +105,7 @@ struct Backward : RowSums<typename K::sum> {
   void set_row(State& it, int64_t r) {
     const double* row = c.rows + 2 * row_at(c, it.s, r);
     it.lse[r] = static_cast<T>(row[0]), it.lse_low[r] = static_cast<T>(row[0] - static_cast<double>(it.lse[r]));
-    it.reference[r] = static_cast<T>(Sums::reference(c, row_at(c, it.s, r)));
+    it.reference[r] = Sums::reference(c, row_at(c, it.s, r));
     it.dentropy[r] = static_cast<T>(Sums::dentropy(c, row_at(c, it.s, r)) * LN2<double>);
     if (c.lse_lost) it.lse_low[r] += static_cast<T>(c.lse_lost[row_at(c, it.s, r)]);
     it.delta[r] = static_cast<T>(row[1]), it.delta_low[r] = static_cast<T>(row[1] - static_cast<double>(it.delta[r]));

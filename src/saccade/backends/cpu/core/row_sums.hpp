@@ -10,9 +10,7 @@ struct RowSums {
   static double dlse(const Call& c, int64_t at) { return of(c.dlse, at); }
   static double dentropy(const Call& c, int64_t at) { return of(c.dentropy, at); }
   // what scores are subtracted from to get -log P: the forward's lse, in log2 units
-  static double reference(const Call& c, int64_t at) {
-    return static_cast<double>(static_cast<T>(in_log2(c, static_cast<const T*>(c.lse)[at])));
-  }
+  static T reference(const Call& c, int64_t at) { return static_cast<T>(in_log2(c, static_cast<const T*>(c.lse)[at])); }
   // rowsum(do * o) - dlse + dentropy * entropy of row `at`
   static double delta(const Call& c, int64_t at) {
     T x[1024], y[1024];
@@ -60,7 +58,7 @@ struct RowSums {
     row[1] = c.sums[2 * at + 1] / total - dlse(c, at);
     // the sink's part of the sum of P dP
     if (c.sinks && c.dentropy)
-      row[1] -= sink / total * dentropy(c, at) * (c.sinks[at % c.Hq] - reference(c, at) * LN2<double>);
+      row[1] -= sink / total * dentropy(c, at) * (c.sinks[at % c.Hq] - of(c.lse, at));
     return 1 / total;
   }
 };
