@@ -70,16 +70,14 @@ def attention(
         return_max: also return the largest score of each row, for QK-clip (Kimi K2, 2025). It has no gradient.
         return_entropy: also return the entropy of each row's weights. It has first derivatives.
         layout: "bthd" for the shapes given here; "bhtd" for heads before tokens, as in torch's own attention: q
-            [B, Hq, Tq, D], likewise k and v, o [B, Hq, Tq, Dv], and lse, max and entropy [B, Hq, Tq]. Nothing is
-            copied.
+            [B, Hq, Tq, D], likewise k and v, o [B, Hq, Tq, Dv] and the others [B, Hq, Tq]. Nothing is copied.
         backend: "cpu", "triton", "webgpu" or "metal"; None chooses by the device of the arrays.
 
     Returns:
-        o [B, Tq, Hq, Dv] in the dtype of q, or a tuple of o and the other results that are asked for: lse, max and
-        entropy, in this order, each [B, Tq, Hq] and float32 (float64 for float64 inputs). lse is a natural logarithm. max
-        is that of the scores that the softmax reads, after softcap and bias, without the sink. The entropy, in nats, is
-        that of the weights of keys and sink, before dropout. A row that sees no key has o = 0, max = -inf, an entropy of
-        0, and lse = -inf or its sink.
+        o [B, Tq, Hq, Dv] in the dtype of q, or a tuple of o and those of lse, max and entropy that are asked for, each
+        [B, Tq, Hq], float32 (float64 for float64 inputs). lse is a natural logarithm. max is that of the scores
+        after softcap and bias, without the sink. The entropy, in nats, is that of the weights of keys and sink, before
+        dropout. A row that sees no key has o = 0, max = -inf, entropy = 0, and lse = -inf or its sink.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it.
@@ -159,8 +157,6 @@ def attention_backward(
     if layout != DEFAULT:
         do, q, k, v, o = tokens_first(layout, do, q, k, v, o)
         lse, dlse, entropy, dentropy = lse_tokens_first(lse, dlse, entropy, dentropy)
-    if (entropy is None) != (dentropy is None):
-        raise ValueError("one of entropy and dentropy is None; expected both, or neither")
     options = _options(scale, softcap, dropout, descale, deterministic, backend)
     options = options._replace(return_entropy=dentropy is not None)
     request = _request(_pruned(mask, q, k, bias, options), bias, sinks, options, seed)
@@ -209,8 +205,8 @@ def decode(
         mask: as in `attention`, in addition to the lengths of the cache and to `causal`.
         causal: True hides keys after a query's own position, with any mask. False lets all queries see all keys that
             the mask allows, as in cross-attention.
-        scale, softcap, sinks, bias, return_lse, return_max, return_entropy, backend: as in `attention`. Tk is the capacity of the cache; for
-            `PagedKeys`, of one row of the block table. A latent cache needs a scale.
+        scale, softcap, sinks, bias, backend, return_lse and others: as in `attention`. Tk is the capacity of the cache;
+            for `PagedKeys`, of one row of the block table. A latent cache needs a scale.
         layout: of q and the results, as in `attention`. The cache keeps its own layout.
 
     Returns:

@@ -24,7 +24,8 @@ def merge(
         return_max, return_entropy: also return the maximum and the entropy of each row, [..., H].
 
     Returns:
-        (o, lse), and then max and entropy if asked for, with the shapes and dtypes of the first part. Sums are float32 (float64 for float64 inputs).
+        (o, lse), and then max and entropy if asked for, with the shapes and dtypes of the first part. Sums are float32
+        (float64 for float64 inputs).
 
     Raises:
         ValueError: there are no parts, they lack a result, or their shapes differ.
@@ -84,7 +85,8 @@ def _check(parts: list[tuple[Any, ...]], sinks: Any, results: int) -> None:
     for n, part in enumerate(parts):
         if len(part) != results:
             raise ValueError(
-                f"part {n} has {len(part)} results; expected {results}: o, lse, and those of return_max and return_entropy"
+                f"part {n} has {len(part)} results; expected {results}: o, lse, and what return_max and return_entropy "
+                f"name"
             )
     o_shape, lse_shape = tuple(parts[0][0].shape), tuple(parts[0][1].shape)
     for n, (o, lse, *_) in enumerate(parts):

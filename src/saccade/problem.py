@@ -107,8 +107,8 @@ class Problem:
     """One attention call without its arrays. Frozen and hashable, because plans are cached by it.
 
     mask: None allows every pair. source: how keys are stored, "strided" or "paged". quantised: how k and v encode
-    numbers of dtype, None if they do not. return_max, return_entropy: results after o and lse, in this order; a backward
-    with a gradient of the entropy has return_entropy.
+    numbers of dtype, None if they do not. return_max, return_entropy: results after o and lse. A backward with a
+    gradient of the entropy has return_entropy.
     """
 
     B: int

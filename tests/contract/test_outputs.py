@@ -43,8 +43,9 @@ def test_random_configurations(backend, near_misses, part) -> None:
         try:
             require(run.verify(make(case, dtype, kind=kind), backend, more=True), f"{case} {dtype} {kind}")
         except ValueError as error:
-            assert "bands" in str(error)
             refused += 1
+            if "bands" not in str(error):
+                raise
         except AssertionError as error:
             wrong.append(str(error))
     assert not wrong, "\n".join(wrong)
@@ -171,7 +172,8 @@ def test_selected_keys(backend, rng) -> None:
     of = {"entropy": of_rows[1], "dentropy": np.ones_like(lse)}
     *got, _ = saccade.attention_backward(do, q, k, v, o, lse, mask, **of, backend=backend)
     wanted, plain = (
-        reference.backward(do, q, k, v, mask, dentropy=of["dentropy"], dtype=dtype) for dtype in (np.float64, np.float32)
+        reference.backward(do, q, k, v, mask, dentropy=of["dentropy"], dtype=dtype)
+        for dtype in (np.float64, np.float32)
     )
     for name, a, b, c in zip(("dq", "dk", "dv"), got, wanted, plain, strict=False):
         require([measure(name, a, b, c, np.float32)], name)
@@ -222,6 +224,4 @@ def test_one_of_entropy_and_its_gradient_is_refused(backend) -> None:
     with pytest.raises(ValueError, match="one of entropy and dentropy is None; expected both"):
         saccade.attention_backward(x.do, x.q, x.k, x.v, o, lse, x.mask, dentropy=lse, backend=backend)
     with pytest.raises(ValueError, match=r"entropy has shape \[1, 97, 4\]; expected"):
-        saccade.attention_backward(
-            x.do, x.q, x.k, x.v, o, lse, x.mask, entropy=lse[:1], dentropy=lse, backend=backend
-        )
+        saccade.attention_backward(x.do, x.q, x.k, x.v, o, lse, x.mask, entropy=lse[:1], dentropy=lse, backend=backend)

@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import triton
 from saccade import LatentKVCache, PagedKVCache
-from saccade.backends import Extras, Inputs
+from saccade.backends import Extras, Inputs, Outputs
 from saccade.backends.triton import (
     bias_gradient,
     hopper,

@@ -66,9 +66,9 @@ class Inputs(NamedTuple):
 class Outputs(NamedTuple):
     """The results of a forward call and their cotangents, which a backward call reads.
 
-    o and do are [B, Tq, Hq, Dv]; lse and dlse are [B, Tq, Hq], and a dlse of None means zero. So do entropy and dentropy,
-    which are both None without a gradient of the entropy. delta, Σ do · o - dlse + dentropy · entropy, is [B, Tq, Hq];
-    if it is None, the backward call computes it.
+    o and do are [B, Tq, Hq, Dv]; lse and dlse are [B, Tq, Hq], and a dlse of None means zero. entropy and dentropy are
+    like them, or both None without a gradient of the entropy. delta, Σ do · o - dlse + dentropy · entropy, is
+    [B, Tq, Hq]; if it is None, the backward call computes it.
     """
 
     o: Any
@@ -110,7 +110,7 @@ class Backend(Protocol):
     def forward(self, problem: Problem, plan: Plan, inputs: Inputs, *, out_dtype: str | None = None) -> tuple[Any, ...]:
         """(o, lse, *more); o has out_dtype, by default the inputs' dtype, and the others have the accumulator's.
 
-        more: the maximum and the entropy [B, Tq, Hq], those that the problem wants.
+        more: the maximum and the entropy [B, Tq, Hq], those that the problem asks for.
         """
         ...
 

@@ -16,9 +16,7 @@ from .source import STRIDED, Source, pages_in_use, stored
 Array = NDArray[Any]
 
 
-def attention(
-    q: Array, k: Array, v: Array, request: Request, verb: str, source: Source = STRIDED
-) -> tuple[Array, ...]:
+def attention(q: Array, k: Array, v: Array, request: Request, verb: str, source: Source = STRIDED) -> tuple[Array, ...]:
     """(o, lse, *more) of `saccade.attention`, computed by the backend's forward or decode.
 
     verb: "forward" if a backward may follow; "result" if only o is used; "decode".

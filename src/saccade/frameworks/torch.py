@@ -31,7 +31,7 @@ _NO_GRADS: frozenset[str] = frozenset()
 _BIAS = frozenset({"bias"})
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, request: Request, verb: str) -> tuple[Tensor, ...]:
+def attention(q: Tensor, k: Tensor, v: Tensor, request: Request, verb: str) -> tuple[Any, ...]:
     """(o, lse, *more) of `saccade.attention`, computed by the backend's forward or decode.
 
     verb: "decode", or "forward" or "result", which are the same here: autograd knows whether a backward may follow.
@@ -66,7 +66,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, request: Request, verb: str) -> t
             extras = extras._replace(descale=descale)
         results = run.forward(planned, q, k, v, extras, verb if verb == "result" else "decode")
     # lse is missing if only the result is needed
-    return tuple(None if x is None else x[0] for x in results) if lifted else results
+    return tuple(x if x is None else x[0] for x in results) if lifted else results
 
 
 def attention_backward(
@@ -192,10 +192,10 @@ class _Attention(torch.autograd.Function):
         return o, lse, *more
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, *more: Any) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, *dmore: Any) -> tuple[Any, ...]:  # type: ignore[override]
         q, k, v, o, lse, entropy, *side = ctx.saved_tensors
         planned, mask, options, seed = ctx.call
-        outputs = op.outputs_of(o, lse, entropy, do, dlse, more[-1] if planned.problem.return_entropy else None)
+        outputs = op.outputs_of(o, lse, entropy, do, dlse, dmore[-1] if planned.problem.return_entropy else None)
         needs = ctx.needs_input_grad[-len(Side._fields) :]
         if torch.is_grad_enabled():
             # a second derivative is needed, which the operator has

@@ -32,8 +32,12 @@ def _foldable(a: Any, dims: Any) -> bool:
     return alone and not a.data and a.seed is None and not batched and not any(grads)
 
 
+# arguments with one row for each query or key
+ROWS = ("do", "dlse", "dentropy", "q", "k", "v", "o", "lse", "entropy")
+
+
 def _fold(op: Any, size: int, a: Any, dims: Any) -> tuple[Any, Any]:
-    rows = {name: getattr(a, name) for name in ("do", "dlse", "dentropy", "q", "k", "v", "o", "lse", "entropy") if name in a._fields}
+    rows = {name: getattr(a, name) for name in ROWS if name in a._fields}
     folded = {name: _to_front(x, getattr(dims, name), size).flatten(0, 1) for name, x in rows.items() if x is not None}
     results = op(*a._replace(**folded))
     # an empty tensor is a gradient that is not needed

@@ -68,7 +68,8 @@ def eps(dtype: Any) -> float:
 def measure(name: str, got: Array, ref: Array, plain: Array, dtype: Any) -> Met:
     """Compare one array with the oracle's `ref` and with `plain`, standard attention in `dtype` (one run or a stack).
 
-    The names in ROWS have their own band. Where ref is not finite, got must be the same: NaN, or an infinity of that sign.
+    The names in ROWS have their own band. Where ref is not finite, got must be the same: NaN, or an infinity of that
+    sign.
     """
     if got.shape != ref.shape:
         return Met(name, np.inf, 0.0, f"shape {list(got.shape)}, expected {list(ref.shape)}")

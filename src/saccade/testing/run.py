@@ -15,6 +15,8 @@ from .inputs import ORIGIN, CaseInputs
 
 Array = NDArray[Any]
 
+# the results of a forward
+RESULTS: tuple[str, ...] = ("o", "lse", "max", "entropy")
 # numbers of orders of summation for standard attention: at first, and at most if these leave doubt
 ORDERS, MOST_ORDERS = 3, 24
 
@@ -26,7 +28,9 @@ def expected(x: CaseInputs, dtype: Any = np.float64, *, backward: bool = True, m
     entropy, whose gradient `dentropy_of` gives; then o_alone comes from a call that returns the maximum.
     """
     options = {**x.scores, **x.added, "origin": ORIGIN, "sinks": x.sinks, "stop": x.stop, "dtype": dtype}
-    of_rows = dict(zip(("max", "entropy"), reference.max_and_entropy(x.q, x.k, x.mask, **options), strict=True)) if more else {}
+    of_rows: dict[str, Array] = {}
+    if more:
+        of_rows["max"], of_rows["entropy"] = reference.max_and_entropy(x.q, x.k, x.mask, **options)
     if not backward:
         o, lse = reference.forward(x.q, x.k, x.v, x.mask, **options)
         return {"o": o, "lse": lse, "o_alone": o, **of_rows}
@@ -70,7 +74,7 @@ def computed(
     options: dict[str, Any] = {**x.scores, "backend": backend, "sinks": x.sinks, "bias": x.bias_argument}
     flags = {"return_max": more, "return_entropy": more}
     results = attend(x.q, x.k, x.v, x.mask, return_lse=True, **flags, **options)
-    out = dict(zip(("o", "lse", "max", "entropy"), results, strict=False))
+    out: dict[str, Array] = dict(zip(RESULTS, results, strict=False))
     alone = attend(x.q, x.k, x.v, x.mask, return_max=more, **options)
     out["o_alone"] = alone[0] if more else alone
     if backward:

@@ -120,7 +120,7 @@ def unsupported(problem: Problem) -> list[str]:
 
 
 def forward(problem: Problem, plan: Plan, inputs: Inputs, *, out_dtype: str | None = None) -> tuple[Array, ...]:
-    """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq], *more); o in out_dtype or the inputs' dtype. `backward` recomputes the scores."""
+    """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq], *more); o in out_dtype or the inputs' dtype."""
     return _forward(problem, plan, inputs, out_dtype or problem.dtype, 0)
 
 

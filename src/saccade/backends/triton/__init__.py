@@ -242,7 +242,7 @@ def backward(
     out_dtype: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """(dq, dk, dv, more); more has the fields of `Side` that grads names: float32, but float64 for log_f."""
-    o, lse, do, dlse, delta, _, dentropy = outputs
+    _, lse, _, dlse, delta, _, dentropy = outputs
     if problem.uses & RESULTS:
         # kernels of a plain backward also serve a call with these results
         problem = replace(problem, return_max=False, return_entropy=dentropy is not None)

@@ -144,7 +144,7 @@ class AttentionLaunch(Launches):
 
 
 def more_results(problem: Problem, lse: Tensor) -> list[Tensor | None]:
-    """New arrays like lse for max and entropy; None where the problem does not want them."""
+    """New arrays like lse for max and entropy; None where the problem does not ask for them."""
     return [torch.empty_like(lse) if wanted else None for wanted in (problem.return_max, problem.return_entropy)]
 
 

@@ -15,7 +15,7 @@ from . import launch
 def backward(
     call: launch.AttentionLaunch, arrays: Any, grads: Set[str], more: dict[str, Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) by the portable kernels; adds the gradients that grads names to `more`. arrays: as `launch.backward`."""
+    """(dq, dk, dv) of the arrays of `launch.backward`; adds the gradients that grads names to `more`."""
     problem, (q, k, v) = call.problem, (x.p for x in call.qkv)
     # with a stride, a key that no row of its class sees has no owner and needs a zero; parts are added in float32
     new = torch.zeros if call.plan.parts[0].step > 1 else torch.empty

@@ -62,7 +62,15 @@ def _in_ranges(
     width = p.Dv + 2 + p.return_entropy
     parts = call.scratch(n * split.n * width, like=lse) if split.n > 1 else None
     config = call.config(tile, mask)._replace(**call.columns._asdict(), ENTROPY=p.return_entropy)
-    args = Results(array(o), lse, parts, *call.more), call.scores_of(0), *call.drop, *split.reach, split.keys, split.n, config
+    args = (
+        Results(array(o), lse, parts, *call.more),
+        call.scores_of(0),
+        *call.drop,
+        *split.reach,
+        split.keys,
+        split.n,
+        config,
+    )
     call.start(kernels.decode, p.B * p.Hk * split.n * split.blocks, arrays, *args, tile=tile)
     if split.n > 1:
         blocks = Blocks(p.Dv, tiles.block(p.Dv), tiles.block(split.n))
