@@ -261,9 +261,9 @@ class Direct {
 
 void backward(const std::vector<PlanPart*>& parts, const Options& o, int threads, int splits, const In& dout,
               const In& q, const In& k, const In& v, const In& out, const In& lse, std::optional<In> dlse,
-              std::optional<In> entropy, std::optional<In> dentropy, std::optional<Doubles> delta, const Any& dq, const Any& dk, const Any& dv, std::optional<Any> dbias,
-              std::optional<Any> ddistances, std::optional<Any> dslopes, std::optional<Any> dgates,
-              std::optional<Any> rows, const Extra& e) {
+              std::optional<In> entropy, std::optional<In> dentropy, std::optional<Doubles> delta, const Any& dq,
+              const Any& dk, const Any& dv, std::optional<Any> dbias, std::optional<Any> ddistances,
+              std::optional<Any> dslopes, std::optional<Any> dgates, std::optional<Any> rows, const Extra& e) {
   Call c = make_call(o, e);
   c.do_ = view(dout), c.q = view(q), c.k = view(k), c.v = view(v), c.o = view(out);
   c.lse = const_cast<void*>(lse.data());
@@ -339,9 +339,9 @@ NB_MODULE(_core, m) {
         nb::arg("entropy").none(), nb::arg("extra"));
   m.def("backward", &backward, nb::arg("parts"), nb::arg("options"), nb::arg("threads"), nb::arg("splits"),
         nb::arg("do"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("o"), nb::arg("lse"), nb::arg("dlse").none(),
-        nb::arg("entropy").none(), nb::arg("dentropy").none(), nb::arg("delta").none(), nb::arg("dq"), nb::arg("dk"), nb::arg("dv"), nb::arg("dbias").none(),
-        nb::arg("ddistances").none(), nb::arg("dslopes").none(), nb::arg("dgates").none(), nb::arg("rows").none(),
-        nb::arg("extra"));
+        nb::arg("entropy").none(), nb::arg("dentropy").none(), nb::arg("delta").none(), nb::arg("dq"), nb::arg("dk"),
+        nb::arg("dv"), nb::arg("dbias").none(), nb::arg("ddistances").none(), nb::arg("dslopes").none(),
+        nb::arg("dgates").none(), nb::arg("rows").none(), nb::arg("extra"));
   m.def("append", &append, nb::arg("given"), nb::arg("held"), nb::arg("scale").none(), nb::arg("code"),
         nb::arg("group"), nb::arg("first"), nb::arg("second"), nb::arg("cos").none(), nb::arg("sin").none(),
         nb::arg("interleaved"), nb::arg("threads"));

@@ -220,8 +220,7 @@ struct Decode {
       if constexpr (ENTROPY) logs += e * finite_log<T>(log);
       store(p + j, e);
     }
-    if constexpr (ENTROPY)
-      u[r] = (u[r] + l[r] * finite_log<T>(splat(m[r] - best))[0]) * fix + add_lanes<T>(logs);
+    if constexpr (ENTROPY) u[r] = (u[r] + l[r] * finite_log<T>(splat(m[r] - best))[0]) * fix + add_lanes<T>(logs);
     l[r] = l[r] * fix + add_lanes<T>(sum);
     m[r] = best;
     if (fix != T(1))
@@ -425,7 +424,8 @@ struct Decode {
                            double total) {
     double best = -__builtin_inf(), u = 0;
     for (int64_t n = 0; n < c.n_chunks; ++n, part += step) {
-      const double l = static_cast<double>(part[c.Dv + 1]), rise = static_cast<double>(part[c.Dv]) - static_cast<double>(top);
+      const double l = static_cast<double>(part[c.Dv + 1]),
+                   rise = static_cast<double>(part[c.Dv]) - static_cast<double>(top);
       if (l == 0) continue;
       best = part[c.Dv + 3] > best ? static_cast<double>(part[c.Dv + 3]) : best;
       u += (static_cast<double>(part[c.Dv + 2]) + l * rise) * __builtin_exp2(rise);

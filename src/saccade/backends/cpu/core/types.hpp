@@ -81,13 +81,14 @@ struct Call {
   const int32_t* block_table = nullptr;  // paged keys: [B, pages]
   int64_t table_stride = 0;
   int64_t page_size = 0;
-  void* lse = nullptr;            // [B, Tq, Hq] contiguous, f32 (f64 for f64)
-  const void* dlse = nullptr;     // [B, Tq, Hq] contiguous, the type of lse, as are the next four
+  void* lse = nullptr;                      // [B, Tq, Hq] contiguous, f32 (f64 for f64)
+  const void* dlse = nullptr;               // [B, Tq, Hq] contiguous, the type of lse, as are the next four
   void *max = nullptr, *entropy = nullptr;  // results, null where not asked for; backward: entropy is read
   const void* dentropy = nullptr;
-  const double* delta = nullptr;  // [B, Tq, Hq] contiguous: rowsum(do * o) - dlse + dentropy * entropy, if the caller has it
-  Array bias;                     // broadcast: stride 0 where the dimension is 1
-  Array dbias;                    // f64, or f32 where not broadcast; zeroed by the host, one owner per element
+  const double* delta =
+      nullptr;  // [B, Tq, Hq] contiguous: rowsum(do * o) - dlse + dentropy * entropy, if the caller has it
+  Array bias;   // broadcast: stride 0 where the dimension is 1
+  Array dbias;  // f64, or f32 where not broadcast; zeroed by the host, one owner per element
   int64_t bias_b = 1, bias_h = 1, bias_t = 1;  // which dimensions of dbias have elements of their own
   Array distances;                             // a bias by distance: strides of b, h, the row's position and the key
   Array ddistances;                            // f64, zeroed by the host, one owner per (b, h)

@@ -172,10 +172,8 @@ def combine(results, sinks, rows, num_splits, Hq, blocks: tl.constexpr):
     if results.max is not None:
         tl.store(results.max + row, tl.where(whole == whole, tl.where(none, float("-inf"), top), whole))
     if results.entropy is not None:
-        u = tl.load(
-            results.parts + rows.to(tl.int64) * num_splits * (DV + 2) + row * num_splits + n,
-            mask=n < num_splits, other=0.0,
-        )  # fmt: skip
+        of_parts = results.parts + rows.to(tl.int64) * num_splits * (DV + 2) + row * num_splits
+        u = tl.load(of_parts + n, mask=n < num_splits, other=0.0)
         rise = tl.where(l == 0.0, 0.0, l * (m - top))
         u = tl.sum(power(m, top, True) * (u + rise), 0)
     weight = weight / whole
