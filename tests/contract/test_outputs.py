@@ -23,7 +23,7 @@ BOTH = {"return_max": True, "return_entropy": True}
 PER_TEST = 10
 
 
-@pytest.mark.sample(100)
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CATALOGUE)
 def test_case(backend, case, dtype, seed, kinds) -> None:
