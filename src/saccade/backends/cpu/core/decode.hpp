@@ -204,7 +204,7 @@ struct Decode {
   }
 
   template <bool ENTROPY>
-  void softmax(int64_t r, int64_t n) {
+  [[gnu::always_inline]] void softmax(int64_t r, int64_t n) {
     T* p = s + r * TILE_K;
     const int64_t padded = round_up(n, N);
     for (int64_t j = n; j < padded; ++j) p[j] = Low<T>::masked;
