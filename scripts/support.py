@@ -209,6 +209,10 @@ def sections() -> dict[str, list[Row]]:
                 "dropout": {"dropout": 0.1},
             }.items()
         ],
+        "Results": [
+            Row("the largest score", attention(return_max=True)),
+            Row("the entropy", attention(return_entropy=True)),
+        ],
         "Keys": [
             Row("in pages", attention(source="paged")),
             *(Row(f"codes, {kind}", attention(quantised=how)) for kind, how in codes.items()),

@@ -62,6 +62,8 @@ OPTIONS = {
     "source": "keys in pages",
     "quantised": "keys and values as codes",
     "select": "selected keys",
+    "return_max": "return_max",
+    "return_entropy": "return_entropy",
 }
 
 
@@ -105,7 +107,8 @@ class Problem:
     """One attention call without its arrays. Frozen and hashable, because plans are cached by it.
 
     mask: None allows every pair. source: how keys are stored, "strided" or "paged". quantised: how k and v encode
-    numbers of dtype, None if they do not.
+    numbers of dtype, None if they do not. return_max, return_entropy: results after o and lse. A backward with a
+    gradient of the entropy has return_entropy.
     """
 
     B: int
@@ -123,6 +126,8 @@ class Problem:
     device: str = "cpu"
     needs_grad: bool = False
     deterministic: bool = True
+    return_max: bool = False
+    return_entropy: bool = False
 
     @cached_property
     def uses(self) -> frozenset[str]:
@@ -216,7 +221,8 @@ def describe(
     )
     needs_grad, deterministic = grads is not None, bool(options.deterministic)
     sizes = B, Tq, Tk, Hq, Hk, D, Dv
-    return Problem(*sizes, dtype, mask, scores, source, quantised, q.device, needs_grad, deterministic)
+    more = bool(options.return_max), bool(options.return_entropy)
+    return Problem(*sizes, dtype, mask, scores, source, quantised, q.device, needs_grad, deterministic, *more)
 
 
 def check_selection(mask: Mask | None, Hk: int) -> None:
@@ -234,13 +240,13 @@ def not_with_select(problem: Problem) -> list[str]:
     """Reasons why kernels of selected keys do not compute a problem: options whose rows they do not know."""
     if problem.selection is None:
         return []
-    known = {"softcap", "sinks", "source", "quantised", "select"}
+    known = {"softcap", "sinks", "source", "quantised", "select", "return_max", "return_entropy"}
     names = sorted(OPTIONS[name] for name in problem.uses - known)
     return [f"selected keys with {name} are not computed: leave one of the two out" for name in names]
 
 
 def check_gradients(problem: Problem, rows: dict[str, Spec]) -> None:
-    """Check the arrays do, o, lse and dlse that a backward call adds: shapes, dtypes and devices."""
+    """Check the arrays that a backward call adds, do, o, lse, dlse and others like lse: shapes, dtypes and devices."""
     for name, spec in rows.items():
         shape: tuple[int, ...] = (problem.B, problem.Tq, problem.Hq)
         dtype = problem.accumulator

@@ -77,7 +77,7 @@ def test_opcheck(name: str, qkv: tuple[torch.Tensor, ...]) -> None:
     o, lse = (x.detach() for x in ops.forward.default(*qkv, *rest, False))
     grads = [x is not None for x in side_of(rest)]
     do, dlse = torch.randn_like(o).requires_grad_(), torch.randn_like(lse).requires_grad_()
-    of_backward = (do, dlse, *qkv, o, lse, *rest, grads)
+    of_backward = (do, dlse, None, *qkv, o, lse, None, *rest, grads)
     once = name in ONCE
     torch.library.opcheck(ops.backward.default, tuple(plain(x) for x in of_backward) if once else of_backward)
     cotangents = [x if x is None else torch.randn_like(x) for x in (*qkv, *side_of(rest))]

@@ -1,4 +1,4 @@
-"""The torch operators saccade::forward, backward, second and tangent, with fakes, derivatives and vmap.
+"""The torch operators saccade::forward, forward_more, backward, second and tangent, with fakes, derivatives and vmap.
 
 Each takes its mask as `str structure, SymInt[] ints, Tensor[] data`, so that one graph with symbolic lengths and mask
 integers is valid for all values. Lowering and planning happen inside the operator.
@@ -31,10 +31,16 @@ REST = (
 )
 OF_SIDE = ", ".join(f"Tensor d{name}" for name in Side._fields)
 FORWARD = Signature("forward", f"{QKV}, {REST}, bool decode", "Tensor o, Tensor lse")
+# results that are not asked for are empty
+MORE = Signature(
+    "forward_more",
+    f"{QKV}, {REST}, bool decode, bool return_max, bool return_entropy",
+    "Tensor o, Tensor lse, Tensor max, Tensor entropy",
+)
 # gradients of side arrays are empty if `grads` is false for them
 BACKWARD = Signature(
     "backward",
-    f"Tensor do, Tensor? dlse, {QKV}, Tensor o, Tensor lse, {REST}, bool[] grads",
+    f"Tensor do, Tensor? dlse, Tensor? dentropy, {QKV}, Tensor o, Tensor lse, Tensor? entropy, {REST}, bool[] grads",
     f"Tensor dq, Tensor dk, Tensor dv, {OF_SIDE}",
 )
 # the gradient of the backward as a function of (do, dlse, q, k, v and the side arrays), which recomputes o and lse
@@ -72,7 +78,9 @@ def _side(a: Any) -> Side:
 
 
 def _options(a: Any) -> Options:
-    return Options(a.scale, a.softcap, a.dropout, None, a.deterministic, a.backend)
+    entropy = getattr(a, "return_entropy", False) or getattr(a, "dentropy", None) is not None
+    more = {"return_max": getattr(a, "return_max", False), "return_entropy": entropy}
+    return Options(a.scale, a.softcap, a.dropout, None, a.deterministic, a.backend, **more)
 
 
 def _planned(a: Any, grads: frozenset[str] | None = None) -> Any:
@@ -88,14 +96,23 @@ def _wanted(a: Any) -> frozenset[str]:
     return frozenset(name for name, flag in zip(Side._fields, a.grads, strict=True) if flag)
 
 
-def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    a = FORWARD.bind(*args)
+def _forward(*args: Any) -> tuple[Tensor, ...]:
+    return _results(FORWARD.bind(*args))
+
+
+def _results(a: Any) -> tuple[Tensor, ...]:
     return run.forward(_planned(a), a.q, a.k, a.v, _extras(a), "decode" if a.decode else "forward")
+
+
+def _forward_more(*args: Any) -> tuple[Tensor, ...]:
+    a = MORE.bind(*args)
+    o, lse, *more = _results(a)
+    return o, lse, *(more.pop(0) if wanted else lse.new_empty(0) for wanted in (a.return_max, a.return_entropy))
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
     a = BACKWARD.bind(*args)
-    wanted, outputs = _wanted(a), Outputs(a.o, a.lse, a.do, a.dlse)
+    wanted, outputs = _wanted(a), Outputs(a.o, a.lse, a.do, a.dlse, None, a.entropy, a.dentropy)
     planned = _planned(a, wanted)
     run.check_rows(planned.problem, outputs)
     dq, dk, dv, more = run.backward(planned, a.q, a.k, a.v, outputs, _extras(a), wanted)
@@ -121,8 +138,18 @@ def _tangent(*args: Any) -> tuple[Tensor, Tensor]:
 # shapes and dtypes of the results, for tracing
 
 
-def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
-    a = FORWARD.bind(*args)
+def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
+    return _fake_results(FORWARD.bind(*args))
+
+
+def _fake_more(*args: Any) -> tuple[Tensor, ...]:
+    a = MORE.bind(*args)
+    o, lse = _fake_results(a)
+    of_rows = (lse.new_empty(lse.shape if wanted else 0) for wanted in (a.return_max, a.return_entropy))
+    return o, lse, *of_rows
+
+
+def _fake_results(a: Any) -> tuple[Tensor, Tensor]:
     _check(a)
     wide = torch.float64 if a.q.dtype is torch.float64 else torch.float32
     return a.q.new_empty((*a.q.shape[:3], a.v.shape[3])), a.q.new_empty(a.q.shape[:3], dtype=wide)
@@ -168,15 +195,35 @@ def _forward_setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _forward_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     a, (o, lse) = FORWARD.saved(ctx)
-    outputs = Outputs(o, lse, torch.zeros_like(o) if do is None else do, dlse)
+    outputs = outputs_of(o, lse, None, do, dlse, None)
     return FORWARD.gradients(differentiate(a.q, a.k, a.v, outputs, _rest(a), _side(FORWARD.needs(ctx))))
+
+
+def _more_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    a, (o, lse, top, entropy) = MORE.bind(*inputs), output
+    MORE.save(ctx, a, (o, lse, entropy))
+    ctx.mask = seen(a.structure, a.ints, a.data)
+    ctx.mark_non_differentiable(top)
+
+
+def _more_backward(ctx: Any, do: Any, dlse: Any, _: Any, dentropy: Any) -> tuple[Any, ...]:
+    a, (o, lse, entropy) = MORE.saved(ctx)
+    outputs = outputs_of(o, lse, entropy, do, dlse, dentropy if a.return_entropy else None)
+    return MORE.gradients(differentiate(a.q, a.k, a.v, outputs, _rest(a), _side(MORE.needs(ctx))))
+
+
+def outputs_of(o: Tensor, lse: Tensor, entropy: Any, do: Any, dlse: Any, dentropy: Any) -> Outputs:
+    """The outputs for a backward from results and their gradients, which may be None."""
+    do = torch.zeros_like(o) if do is None else do
+    return Outputs(o, lse, do, dlse, None, None if dentropy is None else entropy, dentropy)
 
 
 def differentiate(
     q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, rest: list[Any], needs: Side
 ) -> dict[str, Tensor | None]:
     """Gradients by name of q, k, v and the side arrays, from the backward operator; None if not needed."""
-    a = BACKWARD.bind(outputs.do, outputs.dlse, q, k, v, outputs.o, outputs.lse, *rest, None)
+    o, lse, do, dlse, _, entropy, dentropy = outputs
+    a = BACKWARD.bind(do, dlse, dentropy, q, k, v, o, lse, entropy, *rest, None)
     grads = [bool(needed) and x is not None for needed, x in zip(needs, _side(a), strict=True)]
     dq, dk, dv, *of_side = call("backward", *a._replace(grads=grads))
     needed = [x if flag else None for x, flag in zip(of_side, grads, strict=True)]
@@ -185,11 +232,14 @@ def differentiate(
 
 def _backward_setup(ctx: Any, inputs: Any, output: Any) -> None:
     a = BACKWARD.bind(*inputs)
-    BACKWARD.save(ctx, a if forward_mode_active() else a._replace(o=None, lse=None))
+    BACKWARD.save(ctx, a if forward_mode_active() else a._replace(o=None, lse=None, entropy=None))
 
 
 def _backward_backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
     a, _ = BACKWARD.saved(ctx)
+    if a.dentropy is not None:
+        reason = "second derivatives of the entropy are not computed: detach it, or compute one gradient of its call"
+        raise Unsupported("torch", [reason])
     flags = [True, True, True, *a.grads]
     needed = [c if flag else None for c, flag in zip(cotangents, flags, strict=True)]
     results = call("second", *needed, a.do, a.dlse, a.q, a.k, a.v, *_rest(a), a.grads)
@@ -214,8 +264,18 @@ def _forward_jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
     return call("tangent", t.q, t.k, t.v, *_side(t), a.q, a.k, a.v, o, lse, *_rest(a))
 
 
+def _more_jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
+    (a, (o, lse, _)), t = MORE.saved(ctx), MORE.bind(*tangents)
+    if a.return_entropy:
+        raise Unsupported("torch", ["the tangent of the entropy is not computed: leave return_entropy out"])
+    to, tlse = call("tangent", t.q, t.k, t.v, *_side(t), a.q, a.k, a.v, o, lse, *_rest(a))
+    return to, tlse, None, None
+
+
 def _backward_jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
     (a, _), t = BACKWARD.saved(ctx), BACKWARD.bind(*tangents)
+    if a.dentropy is not None:
+        raise Unsupported("torch", ["the tangent of the entropy's gradient is not computed: leave return_entropy out"])
     results: list[tuple[Tensor, ...]] = []
     if t.do is not None or t.dlse is not None:
         # linear in do and dlse
@@ -262,11 +322,20 @@ def _keeping_tangents(function: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
+def forward(q: Tensor, k: Tensor, v: Tensor, rest: list[Any], decode: bool, options: Options) -> tuple[Tensor, ...]:
+    """(o, lse, *more) of the operator that computes the results that the options ask for; rest: from `arguments`."""
+    flags = bool(options.return_max), bool(options.return_entropy)
+    if not any(flags):
+        return call("forward", q, k, v, *rest, decode)
+    o, lse, *more = call("forward_more", q, k, v, *rest, decode, *flags)
+    return o, lse, *(x for x, wanted in zip(more, flags, strict=True) if wanted)
+
+
 def _register(
     signature: Signature, kernel: Any, fake: Any, setup: Callable[..., Any], backward: Callable[..., Any], jvp: Any
 ) -> type[torch.autograd.Function]:
     name = signature.name
-    lists = name in ("forward", "backward")
+    lists = name not in ("second", "tangent")
     kernel, fake = _keeping_tangents(kernel), _keeping_tangents(fake)
     signature.register(kernel, fake, setup, signature.with_lists(backward) if lists else backward)
     rule = vmap_rule(signature, partial(call, name))
@@ -283,6 +352,7 @@ def _register(
 
 _functions = {
     "forward": _register(FORWARD, _forward, _fake_forward, _forward_setup, _forward_backward, _forward_jvp),
+    "forward_more": _register(MORE, _forward_more, _fake_more, _more_setup, _more_backward, _more_jvp),
     "backward": _register(BACKWARD, _backward, _fake_backward, _backward_setup, _backward_backward, _backward_jvp),
     "second": _register(SECOND, _second, _fake_second, _no_setup, _second_backward, _second_jvp),
     "tangent": _register(TANGENT, _tangent, _fake_tangent, _no_setup, _tangent_backward, _tangent_jvp),

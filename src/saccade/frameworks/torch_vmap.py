@@ -34,18 +34,18 @@ def _foldable(a: Any, dims: Any) -> bool:
     return alone and not a.data and a.seed is None and not batched and not any(grads)
 
 
+# the arguments that have a batch of their own
+ROWS = ("do", "dlse", "dentropy", "tq", "tk", "tv", "q", "k", "v", "o", "lse", "entropy")
+
+
 def _fold(op: Any, size: int, a: Any, dims: Any) -> tuple[Any, Any]:
-    rows = {name: getattr(a, name) for name in _ROWS if name in a._fields}
+    rows = {name: getattr(a, name) for name in ROWS if name in a._fields}
     folded = {name: _to_front(x, getattr(dims, name), size).flatten(0, 1) for name, x in rows.items() if x is not None}
     results = op(*a._replace(**folded))
     # an empty tensor is a gradient that is not needed
     return tuple(x if x.dim() == 1 else x.unflatten(0, (size, x.shape[0] // size)) for x in results), tuple(
         None if x.dim() == 1 else 0 for x in results
     )
-
-
-# the arguments that have a batch of their own
-_ROWS = ("do", "dlse", "tq", "tk", "tv", "q", "k", "v", "o", "lse")
 
 
 def _to_front(x: Tensor, dim: int | None, size: int) -> Tensor:

@@ -26,12 +26,12 @@ class Direct:
 
 def forward(
     parts: list[Part], options: Options, threads: int, split_keys: int, q: Any, k: Any, v: Any, o: Any, lse: Any,
-    extra: Extra,
+    max: Any, entropy: Any, extra: Extra,
 ) -> None: ...  # fmt: skip
 def backward(
     parts: list[Part], options: Options, threads: int, splits: int, do: Any, q: Any, k: Any, v: Any, o: Any,
-    lse: Any, dlse: Any, delta: Any, dq: Any, dk: Any, dv: Any, dbias: Any, ddistances: Any, dslopes: Any,
-    dgates: Any, rows: Any, extra: Extra,
+    lse: Any, dlse: Any, entropy: Any, dentropy: Any, delta: Any, dq: Any, dk: Any, dv: Any, dbias: Any,
+    ddistances: Any, dslopes: Any, dgates: Any, rows: Any, extra: Extra,
 ) -> None: ...  # fmt: skip
 def tangent(
     parts: list[Part], options: Options, threads: int, q: Any, k: Any, v: Any, o: Any, lse: Any, dq: Any, dk: Any,

@@ -1,14 +1,16 @@
 // Backward in one pass of five products; P is recomputed from lse. A task owns one key head (or some of its query
 // tiles) and its sums of dK and dV; dQ is written once per query tile.
-//   P = 2^(S - lse)   dP = V dO^T   dS = P (dP - delta)   dV += P dO   dK += dS Q scale   dQ^T += K^T dS, scale last
+//   P = 2^(S - lse)   dP = V dO^T - dentropy (S - lse)   dS = P (dP - delta)   dV += P dO   dK += dS Q scale   dQ^T += K^T dS, scale last
 #pragma once
 #include "items.hpp"
+#include "row_sums.hpp"
 
 namespace saccade::SACCADE_ISA {
 
 template <class K>
-struct Backward {
+struct Backward : RowSums<typename K::sum> {
   using T = typename K::sum;
+  using Sums = RowSums<T>;
   using Num = typename K::num;
   using S = Store<K>;
   static constexpr int N = lanes<T>;
@@ -19,6 +21,7 @@ struct Backward {
     T* dqt;         // [D][width of the item]
     // lse in log2 units and delta, each in two parts: the last bit of lse shows in P, and delta nearly cancels dP
     T lse[TILE_Q], lse_low[TILE_Q], delta[TILE_Q], delta_low[TILE_Q];
+    T reference[TILE_Q], dentropy[TILE_Q];  // of the logarithms of P that the entropy's gradient needs, in log2 units
     bool finite;
     bool one_piece;  // all its keys are in one step, which also refines its rows
     int64_t g;
@@ -29,7 +32,7 @@ struct Backward {
   int64_t ld, ldv;
   T mul;                     // log2 scores = mul * products, when plain
   Num *kt, *vt, *kt_across;  // of one key tile
-  T *s, *dp, *cap, *p, *rows, *transposed;
+  T *s, *dp, *cap, *p, *logs, *rows, *transposed;
   Num *p_lanes, *s_lanes, *s_across;
   State* items;
   TileMask<T>* masks;
@@ -45,6 +48,7 @@ struct Backward {
     vt = bump.take<Num>(TILE_K * S::depth(c.Dv));
     kt_across = S::per == 1 ? kt : bump.take<Num>(TILE_K / S::per * c.D);
     s = bump.take<T>(tile), dp = bump.take<T>(tile), cap = bump.take<T>(tile), p = bump.take<T>(tile);
+    logs = bump.take<T>(c.dentropy ? tile : 0);
     p_lanes = S::per == 1 ? reinterpret_cast<Num*>(p) : bump.take<Num>(tile);
     s_lanes = S::per == 1 ? reinterpret_cast<Num*>(s) : bump.take<Num>(tile);
     s_across = S::per == 1 ? s_lanes : bump.take<Num>(tile);
@@ -92,6 +96,7 @@ struct Backward {
       if (r < x.rows) set_row(it, r);
       // lanes beyond the tile's rows get weight 0
       if (r >= x.rows) it.lse[r] = -Low<T>::masked, it.lse_low[r] = it.delta[r] = it.delta_low[r] = T(0);
+      if (r >= x.rows) it.reference[r] = it.dentropy[r] = T(0);
     }
   }
   static int64_t row_at(const Call& c, const Scorer<T>& x, int64_t r) {
@@ -100,6 +105,8 @@ struct Backward {
   void set_row(State& it, int64_t r) {
     const double* row = c.rows + 2 * row_at(c, it.s, r);
     it.lse[r] = static_cast<T>(row[0]), it.lse_low[r] = static_cast<T>(row[0] - static_cast<double>(it.lse[r]));
+    it.reference[r] = Sums::reference(c, row_at(c, it.s, r));
+    it.dentropy[r] = static_cast<T>(Sums::dentropy(c, row_at(c, it.s, r)) * LN2<double>);
     if (c.lse_lost) it.lse_low[r] += static_cast<T>(c.lse_lost[row_at(c, it.s, r)]);
     it.delta[r] = static_cast<T>(row[1]), it.delta_low[r] = static_cast<T>(row[1] - static_cast<double>(it.delta[r]));
   }
@@ -111,6 +118,7 @@ struct Backward {
     mm<K>(n, it.s.width, deep_v, it.dot, it.s.width, vt + at * deep_v, deep_v, 1, dp, it.s.width, false, c.chain());
     it.s.scores(s, first, n, partial, c.softcap != 0 ? cap : nullptr);
     const bool careful = partial || it.s.masked_by_bias();
+    if (c.dentropy) keep_logs(it, n);
     for (int64_t r = 0; r < n; ++r)
       for (int64_t w = 0; w < it.s.width; w += N) {
         const vec<T> x = load(s + r * it.s.width + w) * mul;
@@ -121,6 +129,16 @@ struct Backward {
         store(p + r * it.s.width + w, e);
       }
     it.s.dropout(p, dp, first, n);
+    // the entropy is that of weights before dropout
+    for (int64_t i = 0; c.dentropy && i < n * it.s.width; i += N)
+      store(dp + i, load(s + i) == T(0) ? load(dp + i) : load(dp + i) - load(logs + i));
+  }
+
+  // the entropy's gradient times log P, for scores in `s`
+  void keep_logs(const State& it, int64_t n) {
+    for (int64_t r = 0; r < n * it.s.width; r += it.s.width)
+      for (int64_t w = 0; w < it.s.width; w += N)
+        store(logs + r + w, (load(s + r + w) * mul - load(it.reference + w)) * load(it.dentropy + w));
   }
 
   // P in `p` (after dropout), dS before the scale in `s`
@@ -185,33 +203,12 @@ struct Backward {
       for (int i = 0; i < 2; ++i) c.sums[2 * row_at(c, it.s, w) + i] += sum[i][w];
   }
 
-  // A row whose weights, with the sink's, add up to 1 within lse's tolerance sees only these keys. It takes lse and
-  // delta from the sums, so that the rounding of neither lse nor o enters its gradients. Returns the factor that
-  // corrects P.
-  static double refine(const Call& c, int64_t at) {
-    double* row = c.rows + 2 * at;
-    const double sink = c.sinks ? __builtin_exp2(c.sinks[at % c.Hq] * LOG2E<double> - row[0]) : 0;
-    const double total = c.sums[2 * at] + sink, over = total - 1;
-    const double lse = __builtin_fabs(row[0] * LN2<double>), eps = sizeof(T) == 4 ? 0x1p-23 : 0x1p-52;
-    const double apart = __builtin_fabs(over) < 0x1p-10 ? over : __builtin_log(total);
-    if (!(__builtin_fabs(apart) <= 8 * eps * (lse > 1 ? lse : 1))) {
-      row[1] = delta(c, at);
-      return 1;
-    }
-    const double before = row[0], small = over * (1 - over * (0.5 - over / 3)) * LOG2E<double>;
-    const double shift = __builtin_fabs(over) < 0x1p-10 ? small : apart * LOG2E<double>;
-    row[0] += shift;
-    c.lse_lost[at] = shift - (row[0] - before);
-    row[1] = c.sums[2 * at + 1] / total - dlse(c, at);
-    return 1 / total;
-  }
-
   void refine_piece(State& it, int64_t n) {
     add_sums(it, n);
     T factor[TILE_Q];
     for (int64_t w = 0; w < it.s.width; ++w) factor[w] = T(1);
     for (int64_t w = 0; w < it.s.rows; ++w) {
-      factor[w] = static_cast<T>(refine(c, row_at(c, it.s, w)));
+      factor[w] = static_cast<T>(Sums::refine(c, row_at(c, it.s, w)));
       set_row(it, w);
     }
     for (int64_t r = 0; r < n * it.s.width; r += it.s.width)
@@ -238,7 +235,7 @@ struct Backward {
       State& it = items[i];
       it.seg = it.first_seg;
       for (int64_t r = 0; r < it.s.rows && !it.one_piece && !c.only_sums; ++r) {
-        refine(c, row_at(c, it.s, r));
+        Sums::refine(c, row_at(c, it.s, r));
         set_row(it, r);
       }
     }
@@ -416,34 +413,6 @@ struct Backward {
       write_row(c.dk, b * c.dk.stride[0] + j * c.dk.stride[1] + hk * c.dk.stride[2], c.D, dk);
       write_row(c.dv, b * c.dv.stride[0] + j * c.dv.stride[1] + hk * c.dv.stride[2], c.Dv, dv);
     }
-  }
-
-  static double dlse(const Call& c, int64_t at) {
-    return c.dlse ? static_cast<double>(static_cast<const T*>(c.dlse)[at]) : 0;
-  }
-  // rowsum(do * o) - dlse of row `at`
-  static double delta(const Call& c, int64_t at) {
-    T x[1024], y[1024];
-    const int64_t h = at % c.Hq, t = at / c.Hq % c.Tq, b = at / c.Hq / c.Tq;
-    read_row(c.do_, b * c.do_.stride[0] + t * c.do_.stride[1] + h * c.do_.stride[2], c.Dv, x);
-    read_row(c.o, b * c.o.stride[0] + t * c.o.stride[1] + h * c.o.stride[2], c.Dv, y);
-    // summed in the order of dP: where one weight is near 1, dP and delta round alike and cancel
-    T sum = 0;
-    for (int64_t d0 = 0; d0 < c.Dv; d0 += c.chain()) {
-      T piece = 0;
-      // in a row without keys o is 0 and do may hold any value, also NaN
-      for (int64_t d = d0; d < min64(c.Dv, d0 + c.chain()); ++d) piece = y[d] == T(0) ? piece : x[d] * y[d] + piece;
-      sum += piece;
-    }
-    return static_cast<double>(sum) - dlse(c, at);
-  }
-  // lse and delta that the gradients of one row use; where rows are refined, delta comes from the sums later
-  static void row(const Call& c, int64_t at) {
-    const T lse = static_cast<const T*>(c.lse)[at];
-    // all scores of a row without keys are masked
-    c.rows[2 * at] = lse == Low<T>::masked ? 0 : in_log2(c, lse);
-    c.rows[2 * at + 1] = c.delta ? c.delta[at] : c.sums ? 0 : delta(c, at);
-    if (c.sums) c.sums[2 * at] = c.sums[2 * at + 1] = c.lse_lost[at] = 0;
   }
 };
 

@@ -105,7 +105,7 @@ void run_decode(Call& c, const Part& part, int threads) {
   c.part = &part;
   c.threads = threads = worth(c, threads, FORWARD_HEAD);
   c.n_chunks = std::max<int64_t>(1, (c.Tk + c.split_keys - 1) / c.split_keys);
-  const Workspace partial(c.B * c.Hk * c.n_chunks * c.G * c.Tq * (c.Dv + 2) * number_size(c));
+  const Workspace partial(c.B * c.Hk * c.n_chunks * c.G * c.Tq * c.partial_width() * number_size(c));
   c.partial = partial.get();
   const int64_t bytes = k.decode_scratch(c);
   parallel(k.decode_tasks(c), threads, [&](int64_t task) { k.decode(c, task, scratch(bytes)); });

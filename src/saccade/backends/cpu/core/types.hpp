@@ -81,11 +81,14 @@ struct Call {
   const int32_t* block_table = nullptr;  // paged keys: [B, pages]
   int64_t table_stride = 0;
   int64_t page_size = 0;
-  void* lse = nullptr;            // [B, Tq, Hq] contiguous, f32 (f64 for f64)
-  const void* dlse = nullptr;     // [B, Tq, Hq] contiguous, the type of lse
-  const double* delta = nullptr;  // [B, Tq, Hq] contiguous: rowsum(do * o) - dlse, if the caller has it
-  Array bias;                     // broadcast: stride 0 where the dimension is 1
-  Array dbias;                    // f64, or f32 where not broadcast; zeroed by the host, one owner per element
+  void* lse = nullptr;                      // [B, Tq, Hq] contiguous, f32 (f64 for f64)
+  const void* dlse = nullptr;               // [B, Tq, Hq] contiguous, the type of lse, as are the next four
+  void *max = nullptr, *entropy = nullptr;  // results, null where not asked for; backward: entropy is read
+  const void* dentropy = nullptr;
+  const double* delta =
+      nullptr;  // [B, Tq, Hq] contiguous: rowsum(do * o) - dlse + dentropy * entropy, if the caller has it
+  Array bias;   // broadcast: stride 0 where the dimension is 1
+  Array dbias;  // f64, or f32 where not broadcast; zeroed by the host, one owner per element
   int64_t bias_b = 1, bias_h = 1, bias_t = 1;  // which dimensions of dbias have elements of their own
   Array distances;                             // a bias by distance: strides of b, h, the row's position and the key
   Array ddistances;                            // f64, zeroed by the host, one owner per (b, h)
@@ -104,7 +107,7 @@ struct Call {
   int splits = 1;
   int threads = 1;
   int64_t split_keys = 0, n_chunks = 0;
-  void* partial = nullptr;  // decode: [B, Hk, n_chunks, rows, Dv + 2]; backward: dk, dv sums per owner
+  void* partial = nullptr;  // decode: [B, Hk, n_chunks, rows, partial_width()]; backward: dk, dv sums per owner
   int accumulate = 0;       // backward: add into dq, dk, dv sums instead of starting from zero
   // backward: (lse in log2 units, delta) of each row, [B, Tq, Hq, 2]; tangents of several parts: three sums
   double* rows = nullptr;
@@ -118,6 +121,9 @@ struct Call {
   bool plain() const { return softcap == 0 && !bias.data && !distances.data && !slopes && !gates.data; }
   // whether the pairs are few enough to spend more time on each
   bool few() const { return Tq * Tk <= 64 * 64; }
+  bool wants_more() const { return max || entropy; }
+  // numbers of a row's partial result: sums, m, l, and for more results u of forward.hpp and the exact maximum
+  int64_t partial_width() const { return Dv + (wants_more() ? 4 : 2); }
   int64_t chain() const { return few() ? CHAIN / 4 : CHAIN; }  // of sums over a head dimension
 };
 
