@@ -139,10 +139,12 @@ class Text:
         for n in range(self.draft.longest, self.draft.shortest - 1, -1):
             # the last place is the end of the text
             for place in self._places.get(tuple(self.tokens[-n:]), [])[-1 - PLACES : -1][::-1]:
+                if len(drafts) == width:
+                    break
                 # a draft that reaches the end of the text repeats itself
                 period = len(self.tokens) - place
                 draft = [self.tokens[place + i % period] for i in range(depth)]
-                if draft not in drafts and len(drafts) < width:
+                if draft not in drafts:
                     drafts.append(draft)
         return Tree(self.tokens[-1], drafts)
 
