@@ -34,9 +34,22 @@ def backward(
     ddistances: Any, dslopes: Any, dgates: Any, rows: Any, extra: Extra,
 ) -> None: ...  # fmt: skip
 def tangent(
-    parts: list[Part], options: Options, threads: int, q: Any, k: Any, v: Any, o: Any, lse: Any, dq: Any, dk: Any,
-    dv: Any, do: Any, dlse: Any, extra: Extra, tangents: Extra,
-) -> None: ...  # fmt: skip
+    parts: list[Part],
+    options: Options,
+    threads: int,
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any,
+    dq: Any,
+    dk: Any,
+    dv: Any,
+    do: Any,
+    dlse: Any,
+    extra: Extra,
+    tangents: Extra,
+) -> None: ...
 def append(
     x: Any, target: Any, scale: Any, code: int, group: int, first: Any, second: Any, cos: Any, sin: Any,
     interleaved: bool, threads: int,

@@ -43,16 +43,16 @@ def _launch(call: AttentionLaunch, lse: Tensor, tangents: Inputs, do: Tensor, dl
     last, (q, k, v, extras) = len(call.plan.parts) - 1, tangents
     if call.order is not None:
         k, v = (None if x is None else x.index_select(1, call.order.there) for x in (k, v))
-    of_q, of_k, of_v = (ZERO if x is None else array(x) for x in (q, k, v))
-    moved = Moved(of_q, of_k, of_v, call.linear(extras))
     sums = Sums(array(do), dlse)
     if last:
         values, rows = call.scratch(*do.shape, like=do), call.scratch(3, *lse.shape, like=lse)
         sums = sums._replace(values=array(values), rows=rows)
+    of_q, of_k, of_v = (ZERO if x is None else array(x) for x in (q, k, v))
+    moved = Moved(of_q, of_k, of_v, call.linear(extras), sums)
     for n in range(last + 1):
         tile, at, programs = call.row_tiles("dq", n)
         # the four tiles of keys and values, twice as many as in a backward, have no room for a pipeline
         tile = tile._replace(BN=min(tile.BN, 16 if call.problem.Dv > 128 else 32), num_warps=8, num_stages=1)
         arrays = call.arrays._replace(words=at.words, lse=lse)
-        args = arrays, moved, sums, call.scores_of(n), *call.drop, call.config(tile, at.mask, ADD=n > 0, LAST=n == last)
+        args = arrays, moved, call.scores_of(n), *call.drop, call.config(tile, at.mask, ADD=n > 0, LAST=n == last)
         call.start(kernel, programs, *args, tile=tile)

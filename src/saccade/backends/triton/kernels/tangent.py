@@ -36,12 +36,16 @@ from .rows import load_rows, rows_of, store_rows
 
 
 class Moved(NamedTuple):
-    """The tangents of q, k and v as Array, whose pointers are None for zero, and of the terms of scores as Scores."""
+    """The tangents of q, k and v as Array, whose pointers are None for zero, and of the terms of scores as Scores.
+
+    sums: where the tangents of the results go.
+    """
 
     q: Any
     k: Any
     v: Any
     scores: Any
+    sums: Any
 
 
 class Sums(NamedTuple):
@@ -125,15 +129,16 @@ def fold(state, queries, attention, moved, k0, end, MASKED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["below", "seed_low", "seed_high"])
-def tangent(arrays, moved, sums, scores, below, seed_low, seed_high, config: tl.constexpr):
+def tangent(arrays, moved, scores, below, seed_low, seed_high, config: tl.constexpr):
     """The tangents of the rows of one part; with ADD from the sums of the part before. Grid: as `forward`."""
     drop = Drop(below, seed_low, seed_high)
-    _tangent(moved, sums, Attention(arrays, scores, drop, place_of(arrays.words), config))
+    _tangent(moved, Attention(arrays, scores, drop, place_of(arrays.words), config))
 
 
 @triton.jit
-def _tangent(moved, sums, attention):
+def _tangent(moved, attention):
     config: tl.constexpr = attention.config
+    sums = moved.sums
     BM: tl.constexpr = config.BM
     BN: tl.constexpr = config.BN
     BLOCK_DV: tl.constexpr = config.BLOCK_DV
