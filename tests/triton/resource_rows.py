@@ -129,6 +129,7 @@ BRANCHES: dict[str, Callable[..., dict[str, Taken]]] = {
     "recurrent, a token": partial(of_recurrent, "bfloat16", "gated_delta_rule", T=1, H=2, Hk=1, K=128, V=128),
     "recurrent, ungated": partial(of_recurrent, "float16", "delta_rule", True, H=2, Hk=1, K=256, V=256),
     "recurrent, large heads": partial(of_recurrent, "bfloat16", "delta_rule", H=2, Hk=1, K=256, V=256),
+    "recurrent, few rows": partial(of_recurrent, "float32", "delta_rule", K=3, V=40),
     "recurrent, channels": partial(of_recurrent, "float16", "gated_linear", True, H=2, Hk=1, K=256, V=256),
     "scan, packed": partial(of_recurrent, "bfloat16", "selective_scan", True, K=16, V=16),
     "scan of constants": partial(of_recurrent, "float32", "selective_scan-N", K=16, V=16),

@@ -14,8 +14,8 @@ import triton
 
 from .common import LOG2E, power, power_of_two, product
 
-# how products are computed: in bfloat16, in tf32 where float16 could overflow, in float32 as three products, in float32
-# to the last bit
+# how products are computed: in bfloat16, in tf32 where float16 could overflow, in float32 as three products, and so but
+# to the last bit for states (Triton 3.9 fails to compile every product so)
 BF16, TF32, FLOAT32, LAST_BIT = (tl.constexpr(n) for n in range(4))
 
 
@@ -133,7 +133,7 @@ def times(a, b, acc, HOW: tl.constexpr):
     elif HOW == TF32:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="tf32")
     else:
-        return product(a.to(tl.float32), b.to(tl.float32), acc, 2 if HOW == LAST_BIT else 1)
+        return product(a.to(tl.float32), b.to(tl.float32), acc, True)
 
 
 @triton.jit
