@@ -227,13 +227,19 @@ struct Decode {
       for (int64_t d = 0; d < ldv; d += N) store(acc + r * ldv + d, load(acc + r * ldv + d) * fix);
   }
 
+  // not inlined, so that plain steps keep their registers
+  [[gnu::noinline]] void softmax_with_logs(int64_t n) {
+    for (int64_t r = 0; r < rows; ++r) softmax<true>(r, n);
+  }
+
   void step(const Head& h, int64_t first, int64_t n, bool partial) {
     q = h.q, acc = h.acc, m = h.m, l = h.l, u = h.u;
     Scorer<T>* x = h.scorer;
     scores(h.b, h.hk, first, n);
     const bool more = partial || !x[0].plain();
     for (int64_t g = 0; more && g < c.G; ++g) extras(x[g], g, first, n, partial, false);
-    for (int64_t r = 0; r < rows; ++r) c.entropy ? softmax<true>(r, n) : softmax<false>(r, n);
+    if (c.entropy) softmax_with_logs(n);
+    for (int64_t r = 0; r < rows && !c.entropy; ++r) softmax<false>(r, n);
     for (int64_t g = 0; c.drop_below && g < c.G; ++g) extras(x[g], g, first, n, partial, true);
     bool finite = true;
     int64_t stride = 0;
@@ -420,8 +426,8 @@ struct Decode {
     }
   }
   // the maximum and the entropy of row `at`; `sum` is that of its weights relative to 2^top, `mine` the lse of its keys
-  static void combine_more(const Call& c, const T* part, int64_t step, int64_t at, T top, T sum, double mine,
-                           double total) {
+  [[gnu::noinline]] static void combine_more(const Call& c, const T* part, int64_t step, int64_t at, T top, T sum,
+                                             double mine, double total) {
     double best = -__builtin_inf(), u = 0;
     for (int64_t n = 0; n < c.n_chunks; ++n, part += step) {
       const double l = static_cast<double>(part[c.Dv + 1]),
