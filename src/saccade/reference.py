@@ -58,7 +58,7 @@ def forward(q: Array, k: Array, v: Array, mask: Any = None, **options: Any) -> P
 def backward(
     do: Array, q: Array, k: Array, v: Array, mask: Any = None, *, dlse: Any = None, **options: Any
 ) -> tuple[Array, Array, Array, dict[str, Array]]:
-    """Gradients (dq, dk, dv, dict of side arrays' gradients by name) of sum do * o + dlse * lse + dentropy * entropy."""
+    """Gradients (dq, dk, dv, those of side arrays by name) of the sum of do * o, dlse * lse and dentropy * entropy."""
     return both(do, q, k, v, mask, dlse=dlse, **options)[1]
 
 
