@@ -33,7 +33,7 @@ def attention(
     dropout: float = 0.0,
     seed: Any = None,
     descale: Any = None,
-    deterministic: bool = True,
+    deterministic: bool | str = True,
     return_lse: bool = False,
     layout: str = DEFAULT,
     backend: str | None = None,
@@ -63,7 +63,8 @@ def attention(
         descale: the factors of 8-bit q, k and v, each float32 [H] or [B, H] and positive: a stored x means
             factor * x. 8-bit floats need them; o is then bfloat16. Forward only.
         deterministic: True gives the same bits for the same input, with any number of threads. False allows faster
-            kernels that do not.
+            kernels that do not. "batch" also makes the bits of each row independent of the rest of the batch, of the
+            chunks and pages of a prompt, and of the function that computes it (docs/reproducible.md; He et al., 2025).
         return_lse: return (o, lse) instead of o; lse is differentiable.
         layout: "bthd" for the shapes given here; "bhtd" for heads before tokens, as in torch's own attention: q
             [B, Hq, Tq, D], likewise k and v, o [B, Hq, Tq, Dv] and lse [B, Hq, Tq]. Nothing is copied.
@@ -115,7 +116,7 @@ def attention_backward(
     dropout: float = 0.0,
     seed: Any = None,
     descale: Any = None,
-    deterministic: bool = True,
+    deterministic: bool | str = True,
     grads: Iterable[str] | None = None,
     layout: str = DEFAULT,
     backend: str | None = None,
@@ -174,6 +175,7 @@ def decode(
     softcap: float | None = None,
     sinks: Any = None,
     bias: Any = None,
+    deterministic: bool | str = True,
     return_lse: bool = False,
     layout: str = DEFAULT,
     backend: str | None = None,
@@ -190,7 +192,7 @@ def decode(
         mask: as in `attention`, in addition to the lengths of the cache and to `causal`.
         causal: True hides keys after a query's own position, with any mask. False lets all queries see all keys that
             the mask allows, as in cross-attention.
-        scale, softcap, sinks, bias, return_lse, backend: as in `attention`. Tk is the capacity of the cache; for
+        scale, softcap, sinks, bias, deterministic, return_lse, backend: as in `attention`. Tk is the capacity of the cache; for
             `PagedKeys`, of one row of the block table. A latent cache needs a scale.
         layout: of q, o and lse, as in `attention`. The cache keeps its own layout.
 
@@ -218,8 +220,8 @@ def decode(
         )
     framework, request = _framework(q), PLAIN
     mask = of_decode(mask, q, causal)
-    if not (mask is scale is softcap is bias is sinks is backend is None):
-        request = _request(mask, bias, sinks, Options(scale, softcap, backend=backend), None)
+    if not (mask is scale is softcap is bias is sinks is backend is None and deterministic is True):
+        request = _request(mask, bias, sinks, _options(scale, softcap, 0.0, None, deterministic, backend), None)
         if type(bias) is Bias and bias.prune is not None:
             raise ValueError("gates of decode have prune; expected none: it is for attention and attention_backward")
     result = framework.decode(q, cache, request)
@@ -239,8 +241,9 @@ def of_decode(mask: Mask | None, q: Any, causal: bool) -> Mask | None:
 
 
 def _options(scale: Any, softcap: Any, dropout: Any, descale: Any, deterministic: Any, backend: Any) -> Options:
-    if type(deterministic) is not bool:
-        raise TypeError(f"deterministic is {deterministic!r}; expected True or False")
+    if type(deterministic) is not bool and deterministic != "batch":
+        error = ValueError if isinstance(deterministic, str) else TypeError
+        raise error(f'deterministic is {deterministic!r}; expected True, False or "batch"')
     return Options(scale, softcap, dropout, descale, deterministic, backend)
 
 

@@ -22,7 +22,7 @@ try:
     import triton  # noqa: F401 # pyright: ignore[reportUnusedImport]
 except ImportError as error:
     raise Unsupported("triton", [f"it needs the package {error.name}: pip install 'saccade[triton]'"]) from error
-from . import hopper, launch, launch_decode, on_device, versions
+from . import hopper, launch, launch_decode, on_device, support, versions
 from .chip import chip_of, elsewhere, interpreted, multiprocessors, on
 from .replay import AttentionRecorder, Recorder, Replay
 from .support import describe as describe
@@ -36,7 +36,7 @@ if interpreted():
 
     interpret.prepare()
 
-EVERY_VERB = {"softcap", "sinks", "bias", "alibi", "relative", "gates", "dropout", "select"}
+EVERY_VERB = {"softcap", "sinks", "bias", "alibi", "relative", "gates", "dropout", "select", "batch"}
 STORED = {"source", "quantised"}
 TAKES = {"forward": EVERY_VERB | STORED, "decode": EVERY_VERB | STORED, "backward": EVERY_VERB}
 # options of calls whose keys may be reordered: none of them depends on the order of the keys
@@ -52,12 +52,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def limits(problem: Problem) -> Limits:
     """Tiles of the forward kernel, and enough splits of few queries to fill the chip."""
-    chip = chip_of(problem.device)
-    forward = tile_of("forward", chip, problem)
+    forward = tile_of("forward", chip := chip_of(problem.device), problem)
+    name, tiles = f"triton {chip}", (forward.BM, forward.BN)
+    if problem.batch_invariant:
+        return Limits(name, *tiles, quantum=forward.BN, tests_all=True, few_queries=0)
     splits = {"few_queries": 16, "lanes": 2 * multiprocessors(problem.device), "split_least": SPLIT_LEAST}
-    name, order = f"triton {chip}", gathers(problem)
-    tiles = forward.BM, forward.BN
-    return Limits(name, *tiles, quantum=forward.BN, least_q=LEAST, gathers=order, **splits)
+    return Limits(name, *tiles, quantum=forward.BN, least_q=LEAST, gathers=gathers(problem), **splits)
 
 
 def gathers(p: Problem) -> bool:
@@ -68,7 +68,7 @@ def gathers(p: Problem) -> bool:
 def plan(problem: Problem) -> Plan:
     """The plan of a problem; the arrays of a mask on the device stay there."""
     wanted = limits(problem)
-    part: Any = on_device.part_of(problem, wanted.tile_q)
+    part: Any = None if problem.batch_invariant else on_device.part_of(problem, wanted.tile_q)
     return make_plan(problem, wanted, None if part is None else (part,))
 
 
@@ -83,7 +83,7 @@ def unsupported(problem: Problem) -> list[str]:
     if most < problem.D or problem.Dv > LARGEST_HEAD:
         limits = f"at most {LARGEST_HEAD}, or D of {LARGEST_LATENT} without gradients"
         reasons.append(f"head sizes are D = {problem.D} and Dv = {problem.Dv}: {limits}")
-    reasons += not_with_select(problem)
+    reasons += not_with_select(problem) + support.not_invariant(problem)
     chip = chip_of(problem.device)
     if problem.quantised and problem.quantised.kind == "fp8" and (chip[:3] != "sm_" or int(chip[3:]) < 89):
         reasons.append("only NVIDIA chips from sm_89 on read 8-bit floats: store int8")
@@ -280,8 +280,8 @@ def _portable_backward(
     call: launch.AttentionLaunch, arrays: Any, grads: Set[str], more: dict[str, Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     problem, (q, k, v) = call.problem, (x.p for x in call.qkv)
-    # with a stride, a key that no row of its class sees has no owner and needs a zero; parts are added in float32
-    new = torch.zeros if call.plan.parts[0].step > 1 else torch.empty
+    # a key that no row of its class sees has no owner and needs a zero; parts are added in float32
+    new = torch.zeros if call.plan.parts[0].step > 1 or problem.batch_invariant else torch.empty
     sums = torch.float32 if len(call.plan.parts) > 1 else dtype
     dq, dk, dv = (new(x.shape, dtype=sums, device=x.device) for x in (q, k, v))
     if not arrays.lse.numel() or not problem.Tk:

@@ -3,12 +3,14 @@
 //   P = 2^(S - lse)   dP = V dO^T   dS = P (dP - delta)   dV += P dO   dK += dS Q scale   dQ^T += K^T dS, scale last
 #pragma once
 #include "items.hpp"
+#include "row_values.hpp"
 
 namespace saccade::SACCADE_ISA {
 
 template <class K>
-struct Backward {
+struct Backward : RowValues<typename K::sum> {
   using T = typename K::sum;
+  using RowValues<T>::refine;
   using Num = typename K::num;
   using S = Store<K>;
   static constexpr int N = lanes<T>;
@@ -21,6 +23,7 @@ struct Backward {
     T lse[TILE_Q], lse_low[TILE_Q], delta[TILE_Q], delta_low[TILE_Q];
     bool finite;
     bool one_piece;  // all its keys are in one step, which also refines its rows
+    bool refines;    // its rows are refined after a pass over its keys
     int64_t g;
     double slope;
   };
@@ -185,27 +188,6 @@ struct Backward {
       for (int i = 0; i < 2; ++i) c.sums[2 * row_at(c, it.s, w) + i] += sum[i][w];
   }
 
-  // A row whose weights, with the sink's, add up to 1 within lse's tolerance sees only these keys. It takes lse and
-  // delta from the sums, so that the rounding of neither lse nor o enters its gradients. Returns the factor that
-  // corrects P.
-  static double refine(const Call& c, int64_t at) {
-    double* row = c.rows + 2 * at;
-    const double sink = c.sinks ? __builtin_exp2(c.sinks[at % c.Hq] * LOG2E<double> - row[0]) : 0;
-    const double total = c.sums[2 * at] + sink, over = total - 1;
-    const double lse = __builtin_fabs(row[0] * LN2<double>), eps = sizeof(T) == 4 ? 0x1p-23 : 0x1p-52;
-    const double apart = __builtin_fabs(over) < 0x1p-10 ? over : __builtin_log(total);
-    if (!(__builtin_fabs(apart) <= 8 * eps * (lse > 1 ? lse : 1))) {
-      row[1] = delta(c, at);
-      return 1;
-    }
-    const double before = row[0], small = over * (1 - over * (0.5 - over / 3)) * LOG2E<double>;
-    const double shift = __builtin_fabs(over) < 0x1p-10 ? small : apart * LOG2E<double>;
-    row[0] += shift;
-    c.lse_lost[at] = shift - (row[0] - before);
-    row[1] = c.sums[2 * at + 1] / total - dlse(c, at);
-    return 1 / total;
-  }
-
   void refine_piece(State& it, int64_t n) {
     add_sums(it, n);
     T factor[TILE_Q];
@@ -221,15 +203,24 @@ struct Backward {
       }
   }
 
+  // whether the lse of some row has lost the logarithm of its sum
+  bool far(const State& it) const {
+    for (int64_t r = 0; r < it.s.rows; ++r)
+      if (RowValues<T>::absorbs(c, row_at(c, it.s, r))) return true;
+    return false;
+  }
+
   // whether gradients can be computed now; false if further parts add to the sums first
   bool refined(const TaskIndex& x, int64_t n) {
     for (int64_t i = 0; i < n; ++i) {
       State& it = items[i];
-      it.one_piece = !c.only_sums && it.seg + 3 == it.seg_end && it.seg[0] / TILE_K == (it.seg[1] - 1) / TILE_K;
-      if (it.one_piece) it.seg = it.seg_end;
+      const bool one_tile = it.seg < it.seg_end && it.seg[0] / TILE_K == (it.seg_end[-2] - 1) / TILE_K;
+      it.one_piece = !c.only_sums && one_tile && (c.range || it.seg + 3 == it.seg_end);
+      it.refines = !it.one_piece && (!c.range || c.dslopes || c.dgates || far(it));
+      if (!it.refines) it.seg = it.seg_end;
     }
     walk(
-        keys.total, items, n, [&](int64_t first, int64_t count) { load_tile(x, first, count); },
+        keys.total, c.range > 0, items, n, [&](int64_t first, int64_t count) { load_tile(x, first, count); },
         [&](State& it, int64_t first, int64_t count, int kind, int64_t at) {
           weights(it, first, count, kind == PARTIAL, at);
           add_sums(it, count);
@@ -237,7 +228,7 @@ struct Backward {
     for (int64_t i = 0; i < n; ++i) {
       State& it = items[i];
       it.seg = it.first_seg;
-      for (int64_t r = 0; r < it.s.rows && !it.one_piece && !c.only_sums; ++r) {
+      for (int64_t r = 0; r < it.s.rows && it.refines && !c.only_sums; ++r) {
         refine(c, row_at(c, it.s, r));
         set_row(it, r);
       }
@@ -341,7 +332,7 @@ struct Backward {
   void gradients(const TaskIndex& x, int64_t n, double* slopes) {
     if (c.sums && !refined(x, n)) return;
     walk(
-        keys.total, items, n, [&](int64_t first, int64_t count) { load_tile(x, first, count); },
+        keys.total, c.range > 0, items, n, [&](int64_t first, int64_t count) { load_tile(x, first, count); },
         [&](State& it, int64_t first, int64_t count, int kind, int64_t at) {
           step(it, first, count, kind == PARTIAL, at);
         });
@@ -390,6 +381,7 @@ struct Backward {
     for (int64_t cls = 0; cls < part.classes; ++cls)
       for (int64_t block = split; block * tiles < part.n_tiles; block += c.splits)
         for (int64_t g0 = 0; g0 < c.G; g0 += heads) {
+          if (part.entry && part.entry[cls] != b) continue;
           const TaskIndex x{b, hk, cls, block, 0};
           f.keys = keys_of(part, cls);
           int64_t n = 0;
@@ -416,34 +408,6 @@ struct Backward {
       write_row(c.dk, b * c.dk.stride[0] + j * c.dk.stride[1] + hk * c.dk.stride[2], c.D, dk);
       write_row(c.dv, b * c.dv.stride[0] + j * c.dv.stride[1] + hk * c.dv.stride[2], c.Dv, dv);
     }
-  }
-
-  static double dlse(const Call& c, int64_t at) {
-    return c.dlse ? static_cast<double>(static_cast<const T*>(c.dlse)[at]) : 0;
-  }
-  // rowsum(do * o) - dlse of row `at`
-  static double delta(const Call& c, int64_t at) {
-    T x[1024], y[1024];
-    const int64_t h = at % c.Hq, t = at / c.Hq % c.Tq, b = at / c.Hq / c.Tq;
-    read_row(c.do_, b * c.do_.stride[0] + t * c.do_.stride[1] + h * c.do_.stride[2], c.Dv, x);
-    read_row(c.o, b * c.o.stride[0] + t * c.o.stride[1] + h * c.o.stride[2], c.Dv, y);
-    // summed in the order of dP: where one weight is near 1, dP and delta round alike and cancel
-    T sum = 0;
-    for (int64_t d0 = 0; d0 < c.Dv; d0 += c.chain()) {
-      T piece = 0;
-      // in a row without keys o is 0 and do may hold any value, also NaN
-      for (int64_t d = d0; d < min64(c.Dv, d0 + c.chain()); ++d) piece = y[d] == T(0) ? piece : x[d] * y[d] + piece;
-      sum += piece;
-    }
-    return static_cast<double>(sum) - dlse(c, at);
-  }
-  // lse and delta that the gradients of one row use; where rows are refined, delta comes from the sums later
-  static void row(const Call& c, int64_t at) {
-    const T lse = static_cast<const T*>(c.lse)[at];
-    // all scores of a row without keys are masked
-    c.rows[2 * at] = lse == Low<T>::masked ? 0 : in_log2(c, lse);
-    c.rows[2 * at + 1] = c.delta ? c.delta[at] : c.sums ? 0 : delta(c, at);
-    if (c.sums) c.sums[2 * at] = c.sums[2 * at + 1] = c.lse_lost[at] = 0;
   }
 };
 

@@ -99,20 +99,29 @@ void run_forward(Call& c, const std::vector<const Part*>& parts, int threads) {
   }
 }
 
-void run_decode(Call& c, const Part& part, int threads) {
+// partial results of ranges of keys, then their sums; false where some rows of ordered decode need the forward
+static bool decode_ranges(Call& c, const Part& part, int threads) {
   const Kernels& k = *current();
-  const std::optional<Workspace> own_lse = lse_nobody_wants(c);
   c.part = &part;
   c.threads = threads = worth(c, threads, FORWARD_HEAD);
   c.n_chunks = std::max<int64_t>(1, (c.Tk + c.split_keys - 1) / c.split_keys);
-  const Workspace partial(c.B * c.Hk * c.n_chunks * c.G * c.Tq * (c.Dv + 2) * number_size(c));
+  // ordered decode pads a row to vectors, of at most 16 numbers
+  const Workspace partial(c.B * c.Hk * c.n_chunks * c.G * c.Tq * (c.Dv + 17) * number_size(c));
+  std::vector<uint8_t> lost(c.range ? static_cast<size_t>(c.B * c.Hk) : 0);
+  c.lost = lost.data();
   c.partial = partial.get();
   const int64_t bytes = k.decode_scratch(c);
   parallel(k.decode_tasks(c), threads, [&](int64_t task) { k.decode(c, task, scratch(bytes)); });
   if (c.n_chunks > 1) parallel(c.B * c.Hk, threads, [&](int64_t task) { k.combine(c, task); });
+  return std::find(lost.begin(), lost.end(), 1) == lost.end();
 }
 
-// whether some row's scores are so large that its lse has lost the logarithm of the sum, e.g. if every bias is -1e9
+void run_decode(Call& c, const Part& part, int threads) {
+  const std::optional<Workspace> own_lse = lse_nobody_wants(c);
+  if (!decode_ranges(c, part, threads)) run_forward(c, {&part}, threads);
+}
+
+// whether the lse of some row has lost the logarithm of its sum
 static bool absorbs(const Call& c, int64_t rows) {
   const double far = number_size(c) == 4 ? 0x1p20 : 0x1p48;
   for (int64_t row = 0; row < rows; ++row)
@@ -133,7 +142,7 @@ void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
     c.lse_lost = c.sums + 2 * rows;
   };
   // the gradients of slopes and gates add up the rounding of delta over many pairs
-  if (!c.delta && (c.few() || c.dslopes || c.dgates)) refine_rows();
+  if (!c.delta && (c.few() || c.dslopes || c.dgates || c.range)) refine_rows();
   const auto each_row = [&](auto f) {
     constexpr int64_t block = 256;
     parallel((rows + block - 1) / block, threads, [&](int64_t task) {

@@ -1,0 +1,68 @@
+"""With `deterministic="batch"`, no bit of a row depends on the batch, on chunks, on pages or on the function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from saccade.testing.compositions import Composition, composition
+
+PER_TEST = 10
+DTYPES = {"cpu": ("float32", "bfloat16", "float16", "float64")}
+ON_DEVICES = ("float32", "bfloat16", "float16")
+
+
+def instruction_sets(backend: str) -> Iterator[str]:
+    """Each instruction set of this CPU in turn, or that of the device."""
+    if backend != "cpu":
+        yield backend
+        return
+    from saccade.backends.cpu import _core
+
+    before = _core.isa()
+    try:
+        for name in _core.isas():
+            _core.set_isa(name)
+            yield name
+    finally:
+        _core.set_isa(before)
+
+
+def same(got, want) -> bool:
+    return all(a.tobytes() == b.tobytes() for a, b in zip(got, want, strict=False))
+
+
+def compositions(part: int, backend: str, seed: int) -> Iterator[Composition]:
+    for n in range(part * PER_TEST, (part + 1) * PER_TEST):
+        yield composition(seed * 1_000_000 + n, DTYPES.get(backend, ON_DEVICES))
+
+
+@pytest.mark.sample(20)
+@pytest.mark.parametrize("part", range(1000 // PER_TEST))
+def test_outputs_depend_on_their_sequence_alone(backend, part, request) -> None:
+    wrong = []
+    for isa in instruction_sets(backend):
+        for case in compositions(part, backend, request.config.getoption("--seed")):
+            want = case.alone(backend)
+            # a cache of codes is compared with itself
+            of_codes: dict[str, tuple[np.ndarray, ...]] = {}
+            for where, rows, got in case.outputs(backend):
+                expected = [x[:, rows] for x in want]
+                if case.quantised and where in ("contiguous", "paged", "paged_attention"):
+                    expected = of_codes.setdefault(str(rows), got)
+                if not same(got, expected):
+                    wrong.append(f"{isa}: {case.name}, {where} {rows}")
+    assert not wrong, f"{len(wrong)}\n" + "\n".join(wrong)
+
+
+@pytest.mark.sample(20)
+@pytest.mark.parametrize("part", range(1000 // PER_TEST))
+def test_gradients_depend_on_their_sequence_alone(backend, part, request) -> None:
+    wrong = []
+    for isa in instruction_sets(backend):
+        for case in compositions(part, backend, request.config.getoption("--seed")):
+            (_, want), *others = case.gradients(backend)
+            wrong += [f"{isa}: {case.name}, {where}" for where, got in others if not same(got, want)]
+    assert not wrong, f"{len(wrong)}\n" + "\n".join(wrong)
