@@ -10,6 +10,7 @@ import torch
 
 from ..caches.prefixes import PrefixCache
 from .blocks import Decoder, PagedTokens
+from .experts import Experts
 from .sampling import Sampler, allow, check_lengths
 
 
@@ -36,6 +37,7 @@ def serve(
     seed: int = 0,
     first: np.ndarray | None = None,
     chunk: int = 256,
+    rows: int | None = None,
     quantised: str | None = None,
     backend: str | None = None,
 ) -> Iterator[tuple[int, list[int]]]:
@@ -46,12 +48,19 @@ def serve(
     It shares the pages of the longest prefix that it has in common with a running prompt, or with a prompt that has
     ended and whose pages were not reused (`PrefixCache`). Draws depend on the seed and the prompt's number, not on
     the other prompts.
+    rows: compute exactly so many tokens in each pass, the last ones as padding, and attention with
+    deterministic="batch". A text then has the same tokens with any other prompts, if the matrix products of the linear
+    layers give a row the same bits in any place among these rows. A pass costs as much as one with `rows` tokens.
     prompts, first, quantised: as in `generate`.
 
-    Raises ValueError for a batch or page_size below 1, and as `generate` does.
+    Raises ValueError for a batch or page_size below 1, for fewer rows than `batch`, and as `generate` does.
     """
     if batch < 1 or page_size < 1:
         raise ValueError(f"batch is {batch} and page_size {page_size}; expected at least 1 of both")
+    if rows is not None and rows < batch:
+        raise ValueError(f"rows is {rows}; expected at least {batch}, a token of each prompt of the batch")
+    if rows is not None and any(isinstance(module, Experts) for module in model.modules()):
+        raise ValueError(f"rows is {rows} for a model with experts; expected None: experts have rows of their own")
     check_lengths(model, prompts, tokens, first, chunk)
     if not tokens:
         yield from ((n, []) for n in range(len(prompts)))
@@ -66,16 +75,17 @@ def serve(
     while waiting or running:
         while waiting and len(running) < batch:
             running.append(_start(*waiting.pop(), begins, seed))
-        taken = [one.unread[:chunk] for one in running]
+        taken = _taken(running, chunk, rows)
         cu = np.concatenate([[0], np.cumsum([len(some) for some in taken])])
         sequences = [one.sequence for one in running]
         begins.free(
             sum(_wanted(len(one.known), len(some), page_size) for one, some in zip(running, taken, strict=True))
         )
-        flat = torch.tensor([token for some in taken for token in some])[None]
-        hidden = model.hidden(flat, caches=[PagedTokens(x, sequences, cu) for x in layers], backend=backend)[0]
-        logits = model.logits(hidden[torch.from_numpy(cu[1:] - 1)])
-        for one, some, row in zip(list(running), taken, logits, strict=True):
+        flat = _padded([token for some in taken for token in some], rows)[None]
+        order = True if rows is None else "batch"
+        hidden = model.hidden(flat, caches=[PagedTokens(x, sequences, cu, order) for x in layers], backend=backend)[0]
+        logits = model.logits(hidden[_padded(cu[1:] - 1, rows)])
+        for one, some, row in zip(list(running), taken, logits[: len(running)], strict=True):
             one.known += some
             del one.unread[: len(some)]
             if not one.drawn:
@@ -93,6 +103,24 @@ def serve(
                 for x in layers:
                     x.remove(one.sequence)
                 yield one.number, one.drawn
+
+
+def _taken(running: Sequence[_Running], chunk: int, rows: int | None) -> list[list[int]]:
+    # the tokens of each prompt that the next pass reads: one of each, and more while there are rows
+    if rows is None:
+        return [one.unread[:chunk] for one in running]
+    taken, left = list[list[int]](), rows - len(running)
+    for one in running:
+        taken.append(one.unread[: min(chunk, 1 + left)])
+        left -= len(taken[-1]) - 1
+    return taken
+
+
+def _padded(numbers: Sequence[int] | np.ndarray, rows: int | None) -> torch.Tensor:
+    # int64 [rows], zeros after the numbers
+    padded = torch.zeros(len(numbers) if rows is None else rows, dtype=torch.int64)
+    padded[: len(numbers)] = torch.as_tensor(numbers)
+    return padded
 
 
 def _start(number: int, prompt: Sequence[int], begins: PrefixCache, seed: int) -> _Running:
