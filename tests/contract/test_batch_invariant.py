@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from saccade import Unsupported
+from saccade.testing.compare import require
 from saccade.testing.compositions import Composition, composition
+from saccade.testing.fuzz import random_case, random_dtype
+from saccade.testing.inputs import NEEDLES, make
+from saccade.testing.run import verify
 
 PER_TEST = 10
+KINDS = ("random", *NEEDLES)
 DTYPES = {"cpu": ("float32", "bfloat16", "float16", "float64")}
 ON_DEVICES = ("float32", "bfloat16", "float16")
 
@@ -66,3 +73,23 @@ def test_gradients_depend_on_their_sequence_alone(backend, part, request) -> Non
             (_, want), *others = case.gradients(backend)
             wrong += [f"{isa}: {case.name}, {where}" for where, got in others if not same(got, want)]
     assert not wrong, f"{len(wrong)}\n" + "\n".join(wrong)
+
+
+@pytest.mark.sample(20)
+@pytest.mark.parametrize("part", range(1000 // PER_TEST))
+def test_random_configurations(backend, part, request) -> None:
+    """They are as accurate as the default; what depends on the batch is refused."""
+    refused, wrong = 0, []
+    first = request.config.getoption("--seed") * 1_000_000 + part * PER_TEST
+    for n in range(first, first + PER_TEST):
+        case, dtype, kind = replace(random_case(n), dropout=0.0), random_dtype(n), KINDS[n % len(KINDS)]
+        try:
+            require(verify(make(case, dtype, kind=kind), backend, deterministic="batch"), f"{case} {dtype} {kind}")
+        except AssertionError as error:
+            wrong.append(str(error))
+        except Exception as error:
+            if not isinstance(error, Unsupported) and "bands" not in str(error):
+                raise
+            refused += 1
+    assert not wrong, f"{len(wrong)}\n" + "\n".join(wrong)
+    assert refused < PER_TEST

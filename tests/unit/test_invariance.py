@@ -11,6 +11,7 @@ import pytest
 import saccade
 from saccade import Unsupported, backends
 from saccade import mask as masks
+from saccade.arrays import numpy_dtype
 from saccade.invariance import not_invariant
 from saccade.mask import Mask, causal, documents, padding, window
 from saccade.mask.sequences import sequences
@@ -129,3 +130,65 @@ def test_a_document_has_the_plan_that_it_has_alone() -> None:
         for t, (first, segments) in alone.items():
             assert first == 0
             assert packed[start + t] == (start, segments)
+
+
+def values_that_are_not_finite(rng: np.random.Generator, dtype: str) -> dict[str, tuple[np.ndarray, ...]]:
+    """q, k and v of 300 tokens by what is special about them."""
+    cases: dict[str, tuple[np.ndarray, ...]] = {}
+    for what in ("NaN value", "infinite value", "NaN key", "infinite key", "NaN query", "overflow", "zero"):
+        q, k, v = (rng.standard_normal((1, 300, 4, 24)).astype(numpy_dtype(dtype)) for _ in range(3))
+        special: Any = np.nan if what.startswith("NaN") else np.inf
+        if what.endswith("value"):
+            v[0, [3, 70, 290], :, 5] = special
+        elif what.endswith("key"):
+            k[0, [70, 280], :, 5] = special
+        elif what.endswith("query"):
+            q[0, [0, 299], 1, 5] = special
+        elif what == "overflow":
+            q[:], v[:] = 0, np.asarray(3e38 if dtype != "float64" else 1.7e308).astype(v.dtype)
+        else:
+            v[:] = -0.0
+        cases[what] = q, k, v
+    return cases
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_numbers_that_are_not_finite(dtype: str, rng: np.random.Generator) -> None:
+    """Decode gives the rows of the forward, NaN where it has NaN; sums that overflow are computed again in both."""
+    for what, (q, k, v) in values_that_are_not_finite(rng, dtype).items():
+        call: dict[str, Any] = {"deterministic": "batch", "return_lse": True}
+        o, lse = (x.astype(np.float64) for x in saccade.attention(q, k, v, causal() & window(200, 0), **call))
+        default = saccade.attention(q, k, v, causal() & window(200, 0))
+        np.testing.assert_array_equal(np.isnan(o), np.isnan(default), what)
+        assert what != "overflow" or np.isfinite(o).all()
+        assert what != "zero" or not np.signbit(o).any()
+        for stop in (4, 71, 150, 291, 300):
+            for n in (1, 3):
+                cache = saccade.KVCache(1, 320, 4, 24, dtype=dtype, fill=np.nan)
+                cache.append(k[:, :stop], v[:, :stop])
+                got, of_rows = saccade.decode(q[:, stop - n : stop], cache, mask=window(200, 0), **call)
+                np.testing.assert_array_equal(got.astype(np.float64), o[:, stop - n : stop], f"{what} {stop} {n}")
+                np.testing.assert_array_equal(of_rows, lse[:, stop - n : stop], f"{what} {stop} {n}")
+
+
+def test_through_torch(rng: np.random.Generator) -> None:
+    """Autograd, torch.compile and vmap pass the option on; a second derivative is refused."""
+    torch = pytest.importorskip("torch")
+    q, k, v, do = (torch.tensor(rng.standard_normal((3, 90, 2, 16)), dtype=torch.float32) for _ in range(4))
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return saccade.attention(q, k, v, causal(), deterministic="batch")
+
+    want = attend(q, k, v)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    grads = torch.autograd.grad(attend(*leaves), leaves, do)
+    alone = [x[1:2].clone().requires_grad_() for x in (q, k, v)]
+    for got, expected in zip(torch.autograd.grad(attend(*alone), alone, do[1:2]), grads, strict=True):
+        assert torch.equal(got, expected[1:2])
+    assert torch.equal(torch.compile(attend, backend="aot_eager")(q, k, v), want)
+    mapped = torch.func.vmap(attend, in_dims=1, out_dims=1)(*(x[:, None].expand(3, 2, -1, -1, -1) for x in (q, k, v)))
+    assert torch.equal(mapped[:, 0], want)
+    assert torch.equal(mapped[:, 1], want)
+    first = torch.autograd.grad(attend(*leaves).sum(), leaves, create_graph=True)
+    with pytest.raises(Unsupported, match='second derivatives with deterministic="batch"'):
+        torch.autograd.grad(first[0].sum(), leaves)

@@ -49,7 +49,9 @@ def plain(x: CaseInputs, *, backward: bool = True, orders: int = ORDERS) -> dict
     return {name: np.stack([out[name] for out in results]) for name in results[0]}
 
 
-def computed(x: CaseInputs, backend: str | None = None, *, backward: bool = True) -> dict[str, Array]:
+def computed(
+    x: CaseInputs, backend: str | None = None, *, backward: bool = True, deterministic: bool | str = True
+) -> dict[str, Array]:
     """The same as `expected`, by the public calls, as NumPy arrays."""
     import saccade
 
@@ -57,6 +59,7 @@ def computed(x: CaseInputs, backend: str | None = None, *, backward: bool = True
 
     attend, differentiate = (converted(f, backend or "") for f in (saccade.attention, saccade.attention_backward))
     options: dict[str, Any] = {**x.scores, "backend": backend, "sinks": x.sinks, "bias": x.bias_argument}
+    options["deterministic"] = deterministic
     o, lse = attend(x.q, x.k, x.v, x.mask, return_lse=True, **options)
     out = {"o": o, "lse": lse, "o_alone": attend(x.q, x.k, x.v, x.mask, **options)}
     if backward:
@@ -74,13 +77,16 @@ def has_gradient(x: CaseInputs) -> bool:
     return x.bias is not None and x.case.bias[-2:] in ("qk", "1k") and x.bias.ndim == 4
 
 
-def verify(x: CaseInputs, backend: str | None = None, *, backward: bool = True) -> list[Met]:
+def verify(
+    x: CaseInputs, backend: str | None = None, *, backward: bool = True, deterministic: bool | str = True
+) -> list[Met]:
     """The measures of every output of a case, against the oracle.
 
     The allowed error grows with the number of orders in which standard attention runs. The verdict is that of
     `MOST_ORDERS` orders; most of them are skipped if fewer already allow the error.
     """
-    got, ref = computed(x, backend, backward=backward), expected(x, backward=backward)
+    got = computed(x, backend, backward=backward, deterministic=deterministic)
+    ref = expected(x, backward=backward)
     mets: list[Met] = []
     for orders in (ORDERS, MOST_ORDERS):
         mets = measure_all(got, ref, plain(x, backward=backward, orders=orders), x.q.dtype)
