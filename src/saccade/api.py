@@ -192,8 +192,8 @@ def decode(
         mask: as in `attention`, in addition to the lengths of the cache and to `causal`.
         causal: True hides keys after a query's own position, with any mask. False lets all queries see all keys that
             the mask allows, as in cross-attention.
-        scale, softcap, sinks, bias, deterministic, return_lse, backend: as in `attention`. Tk is the capacity of the cache; for
-            `PagedKeys`, of one row of the block table. A latent cache needs a scale.
+        scale, softcap, sinks, bias, deterministic, return_lse, backend: as in `attention`. Tk is the capacity of the
+            cache; for `PagedKeys`, of one row of the block table. A latent cache needs a scale.
         layout: of q, o and lse, as in `attention`. The cache keeps its own layout.
 
     Returns:

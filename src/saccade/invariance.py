@@ -6,7 +6,7 @@ from .mask.algebra import contains
 from .mask.sequences import hidden
 from .problem import OPTIONS, Problem
 
-# options whose numbers depend on the batch: the dropout pattern on the index of the entry, gates on all positions before
+# options whose numbers depend on the batch, and why
 _OPTIONS = {"dropout": "its pattern depends on the place in the batch", "gates": "they are sums over the whole array"}
 
 

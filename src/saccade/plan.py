@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,7 +130,9 @@ def make_plan(problem: Problem, limits: Limits, parts: tuple[Part, ...] | Lowere
     sizes = p.B, p.Hq, p.Hk, p.Tq, p.Tk, p.D, p.Dv
     # the rows of a list of selected keys are not divided by strides
     whole = p.selection is not None
-    key, plan = (None, None) if parts else _PLANS.get(p.others, (*sizes, p.accumulator, limits, whole, p.batch_invariant))
+    key, plan = (
+        (None, None) if parts else _PLANS.get(p.others, (*sizes, p.accumulator, limits, whole, p.batch_invariant))
+    )
     if plan is None:
         heads = lower(p.others, p.B, p.Hq, p.Tq, p.Tk) if parts is None else parts
         plan = _plan(p, limits, heads)

@@ -62,9 +62,9 @@ class Part:
     """Residue classes of one stride: class c has the rows q_start[c] + step·a, a < nq[c], and keys likewise.
 
     Of plans whose results do not depend on the batch, the classes are the sequences, of step 1; entry, int32 [C], is
-    the batch entry of each, None if all entries have all classes. Every row is in exactly one class. masks take (t, j) of the whole problem and no longer contain the stride, which is
-    constant within a class. head: int32 [Hq], the mask of each query head. Bm: 1 or B. n_tiles: tiles of the longest
-    class.
+    the batch entry of each, None if all entries have all classes. Every row is in exactly one class. masks take (t, j)
+    of the whole problem and no longer contain the stride, which is constant within a class. head: int32 [Hq], the mask
+    of each query head. Bm: 1 or B. n_tiles: tiles of the longest class.
     """
 
     step: int
@@ -113,13 +113,13 @@ def part_of_cut(c: Cut, heads: LoweredHeads, p: Problem, limits: Limits, tile_q:
 
 def part_of_sequences(heads: LoweredHeads, p: Problem, limits: Limits, tile_q: int) -> Part:
     """The whole mask, with tiles that start where sequences start."""
-    entry, *arrays = sequences(p.mask, p.B, p.Tq, p.Tk)
-    view = _view(1, *arrays, tile_q)
+    entry, q_start, k_start, nq, nk = sequences(p.mask, p.B, p.Tq, p.Tk)
+    view = _view(1, q_start, k_start, nq, nk, tile_q)
     batch = 1 if entry is not None else max(m.batch for m in heads.masks)
     ranges = _ranges(heads.masks, view, batch, limits.tile_k, limits.quantum, entry)
     if limits.tests_all:
         ranges.seg[:, 2] = PARTIAL
-    return Part(1, *arrays, heads.masks, heads.head, ranges, view.n_tiles, batch, entry)
+    return Part(1, q_start, k_start, nq, nk, heads.masks, heads.head, ranges, view.n_tiles, batch, entry)
 
 
 @lru_cache(maxsize=256)
@@ -139,7 +139,10 @@ def _ranges(
 ) -> Ranges:
     if entry is not None:
         return _joined(
-            [_ranges([m.entry(b) for m in masks], view.some(entry == b), 1, chunk, quantum) for b in range(entry[-1] + 1)]
+            [
+                _ranges([m.entry(b) for m in masks], view.some(entry == b), 1, chunk, quantum)
+                for b in range(entry[-1] + 1)
+            ]
         )
     lists = [segments(m, view, batch, chunk, quantum) for m in masks]
     counts, seg = lists[0]

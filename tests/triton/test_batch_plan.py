@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -69,7 +70,7 @@ def test_key_tiles_of_a_row_are_those_of_its_sequence_alone() -> None:
     p = problem(1, 1000, 1000, mask & documents(cu_seqlens=cu))
     tile = triton.plan(p).tile_k
     packed = rows_of(triton.plan(p), tile)
-    for start, stop in zip(cu, cu[1:], strict=False):
+    for start, stop in pairwise(cu):
         T = stop - start
         whole = rows_of(triton.plan(problem(1, T, T, mask)), tile)
         assert whole == {t: packed[start + t] for t in range(T)}

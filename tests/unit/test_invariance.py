@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -125,7 +126,7 @@ def rows_of(part: Part, tile: int) -> dict[int, tuple[int, list[list[int]]]]:
 def test_a_document_has_the_plan_that_it_has_alone() -> None:
     limits, cu = Limits("test"), [0, 70, 71, 400, 530]
     packed = rows_of(plan_of(1, 530, 530, causal() & window(99, 0) & documents(cu_seqlens=cu), limits).parts[0], 64)
-    for start, stop in zip(cu, cu[1:], strict=False):
+    for start, stop in pairwise(cu):
         alone = rows_of(plan_of(1, stop - start, stop - start, causal() & window(99, 0), limits).parts[0], 64)
         for t, (first, segments) in alone.items():
             assert first == 0

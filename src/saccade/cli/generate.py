@@ -39,9 +39,7 @@ def generate(
     window: Annotated[int, typer.Option(help="Keep only the keys of this many last tokens; 0 keeps all.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     chunk: Annotated[int, typer.Option(help="Tokens of the prompt read at a time.")] = 256,
-    rows: Annotated[
-        int, typer.Option(help="With --prompts: tokens of every pass, padded, so that texts do not depend on the batch.")
-    ] = 0,
+    rows: Annotated[int, typer.Option(help="Tokens of each pass of --prompts, so that texts ignore the batch.")] = 0,
     dtype: Annotated[str, typer.Option(help="Dtype of weights and keys: float32 or bfloat16.")] = "float32",
     quantised: Annotated[str | None, typer.Option(help="Store keys and values as int8, fp8 or int4 codes.")] = None,
     backend: Annotated[str | None, typer.Option(help="Attention backend; by default chosen by device.")] = None,

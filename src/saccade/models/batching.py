@@ -57,10 +57,7 @@ def serve(
     """
     if batch < 1 or page_size < 1:
         raise ValueError(f"batch is {batch} and page_size {page_size}; expected at least 1 of both")
-    if rows is not None and rows < batch:
-        raise ValueError(f"rows is {rows}; expected at least {batch}, a token of each prompt of the batch")
-    if rows is not None and any(isinstance(module, Experts) for module in model.modules()):
-        raise ValueError(f"rows is {rows} for a model with experts; expected None: experts have rows of their own")
+    _check_rows(model, rows, batch)
     check_lengths(model, prompts, tokens, first, chunk)
     if not tokens:
         yield from ((n, []) for n in range(len(prompts)))
@@ -103,6 +100,13 @@ def serve(
                 for x in layers:
                     x.remove(one.sequence)
                 yield one.number, one.drawn
+
+
+def _check_rows(model: Decoder, rows: int | None, batch: int) -> None:
+    if rows is not None and rows < batch:
+        raise ValueError(f"rows is {rows}; expected at least {batch}, a token of each prompt of the batch")
+    if rows is not None and any(isinstance(module, Experts) for module in model.modules()):
+        raise ValueError(f"rows is {rows} for a model with experts; expected None: experts have rows of their own")
 
 
 def _taken(running: Sequence[_Running], chunk: int, rows: int | None) -> list[list[int]]:

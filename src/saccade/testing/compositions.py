@@ -33,7 +33,8 @@ class Sequence(NamedTuple):
 class Composition:
     """One sequence and the rest of a batch.
 
-    mask: of each sequence. options: of the scores. others: sequences of random lengths. quantised: of caches.
+    mask: of each sequence. options: of the scores. others: sequences of random lengths. quantised: of caches. left:
+    whether padding may be on the left.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Composition:
     mask: Mask
     options: dict[str, Any]
     quantised: str | None
+    left: bool
     random: np.random.Generator
 
     @property
@@ -51,7 +53,8 @@ class Composition:
 
     def alone(self, backend: str) -> Results:
         """(o, lse) of the sequence alone."""
-        return saccade.attention(*self.one[:3], self.mask, return_lse=True, backend=backend, **self.options)
+        call: dict[str, Any] = {"return_lse": True, "backend": backend, **self.options}
+        return saccade.attention(*self.one[:3], self.mask, **call)
 
     def outputs(self, backend: str) -> Iterator[tuple[str, slice, Results]]:
         """(surroundings, rows of the sequence, their o and lse) of one random place in each kind of surroundings."""
@@ -84,7 +87,7 @@ class Composition:
         yield "batch", same, self.mask, np.s_[place : place + 1]
         longest = int(lengths.max()) + int(self.random.integers(9))
         for name in ("padding right", "padding left"):
-            if self.mask_counts_keys and name.endswith("left"):
+            if name.endswith("left") and (self.mask_counts_keys or not self.left):
                 continue
             first = longest - lengths if name.endswith("left") else 0 * lengths
             arrays = Sequence(*(self._padded(parts, first, longest) for parts in zip(*all_of, strict=True)))
@@ -95,7 +98,12 @@ class Composition:
         if not self.mask_counts_keys:
             cu = np.append(0, np.cumsum(lengths))
             packed = Sequence(*(np.concatenate(parts, 1) for parts in zip(*all_of, strict=True)))
-            yield "documents", packed, self.mask & documents(cu_seqlens=cu), np.s_[:, int(cu[place]) : int(cu[place + 1])]
+            yield (
+                "documents",
+                packed,
+                self.mask & documents(cu_seqlens=cu),
+                np.s_[:, int(cu[place]) : int(cu[place + 1])],
+            )
 
     @property
     def mask_counts_keys(self) -> bool:
@@ -133,7 +141,7 @@ class Composition:
                 yield "paged_attention", rows, (o[None, b * n : (b + 1) * n], lse[None, b * n : (b + 1) * n])
 
     def _neighbours(self, rows: slice) -> tuple[list[int], int, Array]:
-        # lengths of the sequences of a cache, the place of ours, and the queries of all
+        # lengths of the sequences of a cache, the place of the composition's, and the queries of all
         n, others = rows.stop - rows.start, int(self.random.integers(3))
         place = int(self.random.integers(others + 1))
         lengths = [int(self.random.integers(n, n + 600)) for _ in range(others)]
@@ -144,7 +152,11 @@ class Composition:
 
     def _keys(self, length: int, ours: bool) -> tuple[Array, Array]:
         k, v = (x[0, :length] for x in self.one[1:3])
-        return (k, v) if ours else (self._noise((length, *k.shape[1:]), k.dtype), self._noise((length, *v.shape[1:]), v.dtype))
+        return (
+            (k, v)
+            if ours
+            else (self._noise((length, *k.shape[1:]), k.dtype), self._noise((length, *v.shape[1:]), v.dtype))
+        )
 
     def _contiguous(self, rows: slice) -> tuple[Any, int, Array]:
         lengths, place, q = self._neighbours(rows)
@@ -176,15 +188,15 @@ class Composition:
         return cache.view(sequences), place, q
 
 
-def composition(number: int, dtypes: tuple[str, ...]) -> Composition:
-    """The composition of that number."""
+def composition(number: int, dtypes: tuple[str, ...], longest: int = 700, *, left: bool = True) -> Composition:
+    """The composition of that number, of a sequence of up to `longest` tokens."""
     random = np.random.default_rng([number, 47])
 
     def pick(*values: Any) -> Any:
         return values[int(random.integers(len(values)))]
 
     dtype, D, Dv = pick(*dtypes), pick(8, 16, 24, 40, 64, 96, 128), pick(8, 16, 20, 64, 80, 128)
-    Hk, G, T = pick(1, 2, 3), pick(1, 1, 2, 4, 7), int(pick(20, 100, 300, 700) * random.random()) + 1
+    Hk, G, T = pick(1, 2, 3), pick(1, 1, 2, 4, 7), int(min(longest, pick(20, 100, 300, 700)) * random.random()) + 1
     kind = numpy_dtype(dtype)
 
     def sequence(length: int) -> Sequence:
@@ -194,7 +206,9 @@ def composition(number: int, dtypes: tuple[str, ...]) -> Composition:
     masks: dict[str, Callable[[], Mask]] = {
         "causal": causal,
         "window": lambda: causal() & window(int(random.integers(1, 200)), 0),
-        "sinks of tokens": lambda: causal() & (window(int(random.integers(1, 90)), 0) | prefix(int(random.integers(1, 9)))),
+        "sinks of tokens": lambda: (
+            causal() & (window(int(random.integers(1, 90)), 0) | prefix(int(random.integers(1, 9))))
+        ),
         "chunked": lambda: causal() & saccade.mask.chunked(int(random.integers(3, 100))),
     }
     name = pick(*masks)
@@ -206,10 +220,9 @@ def composition(number: int, dtypes: tuple[str, ...]) -> Composition:
         options["sinks"] = random.standard_normal(Hk * G).astype(np.float32)
     if option == "alibi":
         options["bias"] = alibi(random.random(Hk * G).astype(np.float32))
-    others = [sequence(int(random.integers(1, 400))) for _ in range(int(random.integers(1, 4)))]
+    others = [sequence(int(random.integers(1, min(longest, 400)))) for _ in range(int(random.integers(1, 4)))]
     words = f"{number}: {dtype} T {T} heads {Hk} × {G} D {D} {Dv}, {name}, {option}"
     quantised = pick(None, None, None, "int8", "fp8") if dtype in ("bfloat16", "float32") else None
-    made = masks[name]()
-    if name == "sinks of tokens":
-        made = made & causal()
-    return Composition(f"{words} {quantised or ''}", sequence(T), others, made, options, quantised, random)
+    return Composition(
+        f"{words} {quantised or ''}", sequence(T), others, masks[name](), options, quantised, left, random
+    )

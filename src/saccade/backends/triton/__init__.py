@@ -56,7 +56,7 @@ def limits(problem: Problem) -> Limits:
     name, tiles = f"triton {chip}", (forward.BM, forward.BN)
     if problem.batch_invariant:
         return Limits(name, *tiles, quantum=forward.BN, tests_all=True, few_queries=0)
-    splits = {"few_queries": 16, "lanes": 2 * multiprocessors(problem.device), "split_least": SPLIT_LEAST}
+    splits: Any = {"few_queries": 16, "lanes": 2 * multiprocessors(problem.device), "split_least": SPLIT_LEAST}
     return Limits(name, *tiles, quantum=forward.BN, least_q=LEAST, gathers=gathers(problem), **splits)
 
 

@@ -27,7 +27,7 @@ struct Decode {
   static constexpr int N = lanes<T>;
   static constexpr bool PAIRS = Store<K>::per == 2;
   static constexpr int64_t PIECE = STEP;  // keys of one step: with all their heads they fit the L2 cache
-  static constexpr int FEW = 4;         // up to this many rows, each product decodes the codes again
+  static constexpr int FEW = 4;           // up to this many rows, each product decodes the codes again
 
   // one key head: rows are the query heads of its group times Tq
   struct Head {

@@ -236,8 +236,7 @@ struct Forward {
   void quotients(State& it, const double* share, T* out) {
     const Scorer<T>& x = it.s;
     T own[TILE_Q];
-    for (int64_t r = 0; r < x.width; ++r)
-      own[r] = r >= x.rows ? T(0) : quotient(share[r], it.l[r]);
+    for (int64_t r = 0; r < x.width; ++r) own[r] = r >= x.rows ? T(0) : quotient(share[r], it.l[r]);
     for (int64_t d = 0; d < c.Dv; ++d)
       for (int64_t w = 0; w < x.width; w += N)
         store(it.ot + d * x.width + w, (load(it.ot + d * x.width + w) + T(0)) * load(own + w));  // no -0

@@ -17,14 +17,14 @@ struct Ordered : Decode<K, TILE_K> {
   using Base::acc, Base::all, Base::c, Base::kt, Base::l, Base::ld, Base::ldv, Base::m, Base::rows, Base::s, Base::vt;
   static constexpr int64_t N = lanes<T>;
 
-  int64_t width, deep;  // rows, and the numbers of a row of q or k, rounded up to vectors
-  T mul = T(1);         // log2 scores = mul * products, when plain
-  T *loaded, *turned;   // of the queries, [width][ld]
+  int64_t width, deep;      // rows, and the numbers of a row of q or k, rounded up to vectors
+  T mul = T(1);             // log2 scores = mul * products, when plain
+  T *loaded, *q_lanes;      // of the queries, [width][ld]
   Num *queries, *in_lanes;  // [heads][width][deep], and the key tile [deep][TILE_K]
 
   Ordered(const Call& call, Bump& bump)
       : Base(call, bump), width(round_up(rows, N)), deep(round_up(S::depth(call.D), N)) {
-    loaded = bump.take<T>(width * ld), turned = bump.take<T>(width * ld);
+    loaded = bump.take<T>(width * ld), q_lanes = bump.take<T>(width * ld);
     queries = bump.take<Num>(Base::n_heads * width * deep);
     in_lanes = bump.take<Num>(max64(TILE_K, width) * deep);
   }
@@ -41,7 +41,7 @@ struct Ordered : Decode<K, TILE_K> {
     const double pre = c.scale * (it.s.plain() ? LOG2E<double> : 1);
     mul = S::per == 1 ? T(1) : static_cast<T>(pre);
     for (int64_t i = 0; i < width * deep; ++i) in_lanes[i] = Num(0);
-    S::turn(loaded, ld, width, c.D, pre, turned, in_lanes);
+    S::turn(loaded, ld, width, c.D, pre, q_lanes, in_lanes);
     transpose(deep, width, reinterpret_cast<T*>(in_lanes), width, h.q, deep);
     for (int64_t i = 0; i < rows * ldv; ++i) h.acc[i] = T(0);
     for (int64_t r = 0; r < rows; ++r) h.m[r] = Low<T>::start, h.l[r] = T(0);

@@ -105,12 +105,12 @@ struct Call {
   int splits = 1;
   int threads = 1;
   int64_t split_keys = 0, n_chunks = 0;
-  int64_t range = 0;  // keys of one partial result, if no bit of a row may depend on the batch; see ordered.hpp
-  void* partial = nullptr;     // decode: [B, Hk, n_chunks, rows, Dv + 2]; backward: dk, dv sums per owner
-  uint8_t* lost = nullptr;     // ordered decode: [B, Hk], whether the forward must compute the rows
-  int accumulate = 0;          // backward: add into dq, dk, dv sums instead of starting from zero
-  double* rows = nullptr;      // backward: (lse in log2 units, delta) of each row, [B, Tq, Hq, 2]
-  double* sums = nullptr;      // backward: (sum of P, sum of P dP) of each row, where rows are refined
+  int64_t range = 0;        // keys of one partial result, if no bit of a row may depend on the batch; see ordered.hpp
+  void* partial = nullptr;  // decode: [B, Hk, n_chunks, rows, Dv + 2]; backward: dk, dv sums per owner
+  uint8_t* lost = nullptr;  // ordered decode: [B, Hk], whether the forward must compute the rows
+  int accumulate = 0;       // backward: add into dq, dk, dv sums instead of starting from zero
+  double* rows = nullptr;   // backward: (lse in log2 units, delta) of each row, [B, Tq, Hq, 2]
+  double* sums = nullptr;   // backward: (sum of P, sum of P dP) of each row, where rows are refined
   double* lse_lost = nullptr;  // the part of a refinement lost in adding it to a large lse
   int only_sums = 0;           // backward: only add to the sums, since more parts follow
 
