@@ -172,6 +172,39 @@ def test_numbers_that_are_not_finite(dtype: str, rng: np.random.Generator) -> No
                 np.testing.assert_array_equal(of_rows, lse[:, stop - n : stop], f"{what} {stop} {n}")
 
 
+def test_biases_tables_and_masks_of_heads(rng: np.random.Generator) -> None:
+    """A chunk and a batch have the rows of the whole call, with any number of threads."""
+    T, H = 230, 4
+    q, k, v = (rng.standard_normal((2, T, H, 32)).astype(np.float32) for _ in range(3))
+    bias = rng.standard_normal((1, H, T, T)).astype(np.float32)
+    bias[..., rng.random((T, T)) < 0.1] = -np.inf
+    table = rng.standard_normal((H, 50)).astype(np.float32)
+    dense = rng.random((T, T)) < 0.5
+    by_head = masks.per_head([causal(), causal() & window(40, 0)] * 2)
+    cases: dict[str, tuple[Mask, Any, Any]] = {
+        "bias": (causal(), bias, lambda rows, stop: bias[:, :, rows, :stop]),
+        "table": (causal(), saccade.relative(table, 49), lambda rows, stop: saccade.relative(table, 49)),
+        "heads": (by_head, None, lambda rows, stop: None),
+    }
+    before = saccade.get_num_threads()
+    try:
+        for name, (mask, whole, part) in cases.items():
+            want = saccade.attention(q, k, v, mask, bias=whole, deterministic="batch")
+            for n in (1, 3):
+                saccade.set_num_threads(n)
+                for rows, stop in ((slice(0, 70), 70), (slice(100, 101), 101), (slice(60, 230), 230)):
+                    got = saccade.attention(
+                        q[1:, rows], k[1:, :stop], v[1:, :stop], mask, bias=part(rows, stop), deterministic="batch"
+                    )
+                    np.testing.assert_array_equal(got, want[1:, rows], f"{name} {rows}")
+        want = saccade.attention(q, k, v, masks.dense(dense), deterministic="batch")
+        rows = slice(33, 41)
+        got = saccade.attention(q[:1, rows], k[:1], v[:1], masks.dense(dense[rows]), deterministic="batch")
+        np.testing.assert_array_equal(got, want[:1, rows])
+    finally:
+        saccade.set_num_threads(before)
+
+
 def test_through_torch(rng: np.random.Generator) -> None:
     """Autograd, torch.compile and vmap pass the option on; a second derivative is refused."""
     torch = pytest.importorskip("torch")

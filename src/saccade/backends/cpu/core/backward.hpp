@@ -370,7 +370,7 @@ struct Backward : RowValues<typename K::sum> {
     Bump bump{scratch};
     Backward f(c, bump, wanted(c));
     const Part& part = *c.part;
-    f.dk = static_cast<T*>(c.partial) + task * sums(c);
+    f.dk = static_cast<T*>(c.partial) + (task - c.first * c.splits) * sums(c);
     f.dv = f.dk + c.Tk * f.ld;
     if (!c.accumulate) __builtin_memset(f.dk, 0, static_cast<size_t>(sums(c)) * sizeof(T));
     const int64_t split = task % c.splits, hk = task / c.splits % c.Hk, b = task / c.splits / c.Hk;
@@ -395,7 +395,7 @@ struct Backward : RowValues<typename K::sum> {
   // adds the owners' sums of one (batch, key head) in ascending order
   static void finish_keys(const Call& c, int64_t task) {
     const int64_t ld = round_up(c.D, N), ldv = round_up(c.Dv, N), hk = task % c.Hk, b = task / c.Hk;
-    T* first = static_cast<T*>(c.partial) + task * c.splits * sums(c);
+    T* first = static_cast<T*>(c.partial) + (task - c.first) * c.splits * sums(c);
     for (int64_t j = 0; j < c.Tk; ++j) {
       if (j % 256 == 255) check_stop();
       T *dk = first + j * ld, *dv = first + c.Tk * ld + j * ldv;

@@ -64,6 +64,9 @@ int worth(const Call& c, int threads, double head) {
   return static_cast<double>(c.B * c.Hq) * products < 1.5e5 ? 1 : threads;
 }
 
+// the most bytes of the sums of key gradients, unless one head needs more
+constexpr int64_t MOST_SUMS = int64_t{1} << 28;
+
 int64_t number_size(const Call& c) { return c.q.dtype == DType::f64 ? 8 : 4; }
 
 // memory for lse, which kernels always write, if the caller does not need it
@@ -132,7 +135,10 @@ static bool absorbs(const Call& c, int64_t rows) {
 void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
   const Kernels& k = *current();
   c.threads = threads = worth(c, threads, BACKWARD_HEAD);
-  const Workspace sums(c.B * c.Hk * c.splits * k.backward_sums(c) * number_size(c));
+  // a plan limits the memory of the sums by the number of owners; where that is fixed, fewer heads are computed at once
+  const int64_t heads = c.B * c.Hk, each = c.splits * k.backward_sums(c) * number_size(c);
+  const int64_t at_once = c.range ? std::min(heads, 1 + MOST_SUMS / std::max<int64_t>(1, each)) : heads;
+  const Workspace sums(at_once * each);
   c.partial = sums.get();
   const int64_t bytes = k.backward_scratch(c), rows = c.B * c.Tq * c.Hq;
   std::optional<Workspace> own_rows, refined;
@@ -150,7 +156,8 @@ void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
     });
   };
   const auto gradients = [&] {
-    parallel(c.B * c.Hk * c.splits, threads, [&](int64_t task) { k.backward(c, task, scratch(bytes)); });
+    const int64_t n = std::min(at_once, heads - c.first), first = c.first * c.splits;
+    parallel(n * c.splits, threads, [&](int64_t task) { k.backward(c, first + task, scratch(bytes)); });
   };
   each_row([&](int64_t row) { k.row(c, row); });
   if (!c.sums && !c.delta && absorbs(c, rows)) {
@@ -163,10 +170,13 @@ void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
     each_row([&](int64_t row) { k.refine(c, row); });
     c.only_sums = 0, c.sums = nullptr;
   }
-  for (size_t n = 0; n < parts.size(); ++n) {
-    c.part = parts[n];
-    c.accumulate = n > 0;
-    gradients();
+  for (; c.first < heads; c.first += at_once) {
+    for (size_t n = 0; n < parts.size(); ++n) c.part = parts[n], c.accumulate = n > 0, gradients();
+    const int64_t n = std::min(at_once, heads - c.first);
+    parallel(n, threads, [&](int64_t task) { k.backward_finish(c, c.first + task); });
+  }
+  for (const Part* part : parts) {
+    c.part = part;
     if (c.dbias.data) {
       const int64_t tasks = (c.bias_b ? c.B : 1) * (c.bias_h ? c.Hq : 1) * (c.bias_t ? c.part->n_tiles : 1);
       parallel(tasks, threads, [&](int64_t task) { k.backward_bias(c, task, scratch(bytes)); });
@@ -176,7 +186,6 @@ void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
       parallel(tasks, threads, [&](int64_t task) { k.backward_distances(c, task, scratch(bytes)); });
     }
   }
-  parallel(c.B * c.Hk, threads, [&](int64_t task) { k.backward_finish(c, task); });
 }
 
 void run_append(const Append& c, int threads) {

@@ -103,6 +103,7 @@ struct Call {
   int merge = 0;  // merge with o and lse of an earlier part
   int last = 1;   // sinks are added by the last part
   int splits = 1;
+  int64_t first = 0;  // backward: `partial` has the sums of (batch, key head) from this one on
   int threads = 1;
   int64_t split_keys = 0, n_chunks = 0;
   int64_t range = 0;        // keys of one partial result, if no bit of a row may depend on the batch; see ordered.hpp
