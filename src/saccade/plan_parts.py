@@ -84,11 +84,11 @@ class Part:
         view = _view(self.step, self.q_start, self.k_start, self.nq, self.nk, tile_q)
         return _ranges(self.masks, view, self.Bm, chunk, quantum, self.entry)
 
-    def transposed(self, tile_k: int, chunk: int = 64) -> Ranges:
+    def transposed(self, tile_k: int, chunk: int = 64, quantum: int = 1) -> Ranges:
         """Rows that visit each tile of `tile_k` keys; ceil(max nk / tile_k) tiles per class."""
         masks = tuple(m.transpose() for m in self.masks)
         view = _view(self.step, self.k_start, self.q_start, self.nk, self.nq, tile_k)
-        return _ranges(masks, view, self.Bm, chunk, 1, self.entry)
+        return _ranges(masks, view, self.Bm, chunk, quantum, self.entry)
 
     def total(self, numbers: Int64, B: int) -> int:
         """The sum, over the batch and all query heads, of a number per tile in order of `ranges.ptr`."""

@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from saccade.backends import triton
-from saccade.backends.triton import hopper, tiles
+from saccade.backends.triton import encoding, hopper, tiles
 from saccade.backends.triton.chip import chip_of
+from saccade.backends.triton.encoding import NUMBERS
 from saccade.mask import Mask, causal, documents, padding, window
 from saccade.plan import Plan
 from saccade.problem import Problem, Scores
@@ -79,6 +81,19 @@ def test_key_tiles_of_a_row_are_those_of_its_sequence_alone() -> None:
             for t, starts in chunk.items():
                 seen = {k // tile * tile for k in range(max(0, first + t - 150), first + t + 1)}
                 assert seen <= set(starts)
+
+
+def test_key_tiles_read_whole_tiles_of_rows() -> None:
+    """From the first row of their sequence, so that padding after it changes no sum."""
+    p = problem(1, 700, 700, causal() & window(90, 0) & documents(cu_seqlens=[0, 333, 700]))
+    part = triton.plan(p).parts[0]
+    tile = tiles.of_plan("dkdv", chip_of(p.device), p, triton.plan(p), part)
+    lists = encoding.of_part(part, triton.plan(p), torch.device("cpu"), tile.BN, rows=tile.BM)
+    first = int(lists.words[NUMBERS.index("o_seg")])
+    begin, end, kind = lists.words[first : first + 3 * lists.n_tiles * lists.n_classes].reshape(-1, 3).T
+    assert (kind == 1).all()
+    assert (begin % tile.BM == 0).all()
+    assert ((end % tile.BM == 0) | (end == 333) | (end == 367)).all()
 
 
 def test_other_starts_in_each_entry_are_refused() -> None:
