@@ -205,6 +205,20 @@ def test_biases_tables_and_masks_of_heads(rng: np.random.Generator) -> None:
         saccade.set_num_threads(before)
 
 
+def test_gradients_of_many_entries_in_turns(rng: np.random.Generator) -> None:
+    """The sums of key gradients of all entries would take more memory than the backward uses at once."""
+    B, Tq, Tk = 6, 512, 16384
+    do, q = (rng.standard_normal((B, Tq, 1, 64)).astype(np.float32) for _ in range(2))
+    k, v = (rng.standard_normal((B, Tk, 1, 64)).astype(np.float32) for _ in range(2))
+    call: dict[str, Any] = {"mask": window(3000, 0), "deterministic": "batch"}
+    o, lse = saccade.attention(q, k, v, return_lse=True, **call)
+    whole = saccade.attention_backward(do, q, k, v, o, lse, **call)[:3]
+    for b in (slice(0, 1), slice(5, 6)):
+        alone = saccade.attention_backward(*(x[b] for x in (do, q, k, v, o, lse)), **call)[:3]
+        for got, want in zip(alone, whole, strict=True):
+            np.testing.assert_array_equal(got, want[b])
+
+
 def test_through_torch(rng: np.random.Generator) -> None:
     """Autograd, torch.compile and vmap pass the option on; a second derivative is refused."""
     torch = pytest.importorskip("torch")
