@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,8 +29,12 @@ DOCUMENTS = 16
 BARS = {"forward": 1.15, "backward": 1.15, "decode": 1.30}
 
 
-def cases(dtype: torch.dtype, D: int) -> Iterator[tuple[str, str, tuple[int, ...], Callable[[Any], Callable[[], Any]]]]:
-    """(name, kind, shape, a function from `deterministic` to the call) of each case."""
+# (name, kind, shape, a function from `deterministic` to the call)
+Case = tuple[str, str, tuple[int, ...], Callable[[Any], Callable[[], Any]]]
+
+
+def prompts(dtype: torch.dtype, D: int) -> Iterator[Case]:
+    """Forward and backward, of one sequence per entry and of packed documents."""
     for B, T, Hq, Hk in FORWARD:
         q, do = (torch.randn(B, T, Hq, D, dtype=dtype) for _ in range(2))
         k, v = (torch.randn(B, T, Hk, D, dtype=dtype) for _ in range(2))
@@ -40,6 +45,10 @@ def cases(dtype: torch.dtype, D: int) -> Iterator[tuple[str, str, tuple[int, ...
             backward = partial(saccade.attention_backward, do, q, k, v, o, lse, seen)
             for kind, call in (("forward", forward), ("backward", backward)):
                 yield name, kind, (B, T, T, Hq, Hk, D), lambda how, call=call: partial(call, deterministic=how)
+
+
+def tokens(dtype: torch.dtype, D: int) -> Iterator[Case]:
+    """Decode of one token per entry."""
     for B, T, Hq, Hk in DECODE:
         cache = saccade.KVCache(B, T, Hk, D, dtype=dtype)
         cache.append(*(torch.randn(B, T, Hk, D, dtype=dtype) for _ in range(2)))
@@ -49,7 +58,7 @@ def cases(dtype: torch.dtype, D: int) -> Iterator[tuple[str, str, tuple[int, ...
 
 def rows(row: Row, dtype: torch.dtype, D: int, only: str) -> Iterator[Row]:
     """Two rows for each case; the second has the ratio of the medians and the bar in its note."""
-    for name, kind, shape, call in cases(dtype, D):
+    for name, kind, shape, call in chain(prompts(dtype, D), tokens(dtype, D)):
         title = f"{name}-{kind}-{'x'.join(map(str, shape))}"
         if only not in title:
             continue

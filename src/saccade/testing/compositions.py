@@ -63,8 +63,9 @@ class Composition:
         for name, arrays, mask, where in self._batches():
             o, lse = saccade.attention(*arrays[:3], mask, **call)
             yield name, everything, (o[where], lse[where])
-        only = saccade.attention(*self.one[:3], self.mask, **{**call, "return_lse": False})
-        yield "without lse", everything, (only,)
+        alone = dict(call)
+        alone["return_lse"] = False
+        yield "without lse", everything, (saccade.attention(*self.one[:3], self.mask, **alone),)
         yield from self._chunks(call)
 
     def gradients(self, backend: str) -> Iterator[tuple[str, Results]]:
