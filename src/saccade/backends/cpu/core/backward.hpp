@@ -116,8 +116,9 @@ struct Backward : RowValues<typename K::sum> {
     const bool careful = partial || it.s.masked_by_bias();
     for (int64_t r = 0; r < n; ++r)
       for (int64_t w = 0; w < it.s.width; w += N) {
-        const vec<T> x = load(s + r * it.s.width + w) * mul;
-        vec<T> e = exp2v((x - load(it.lse + w)) - load(it.lse_low + w));
+        // the product has one use, so that compilers fuse it with the difference in tested and untested tiles alike
+        const vec<T> x = load(s + r * it.s.width + w);
+        vec<T> e = exp2v((x * mul - load(it.lse + w)) - load(it.lse_low + w));
         // a row that may see a NaN has lse NaN; the keys that it must not see still get weight 0
         if (careful) e = x == Low<T>::masked ? vec<T>{} : e;
         store(s + r * it.s.width + w, e);
