@@ -35,6 +35,8 @@ def attention(
     descale: Any = None,
     deterministic: bool | str = True,
     return_lse: bool = False,
+    return_max: bool = False,
+    return_entropy: bool = False,
     layout: str = DEFAULT,
     backend: str | None = None,
     **unknown: NoReturn,
@@ -45,8 +47,8 @@ def attention(
         q: [B, Tq, Hq, D], or [Tq, Hq, D] for B = 1 (then also k and v). q, k and v have one type and one dtype:
             torch tensors or NumPy arrays of float32, bfloat16, float16 or float64, with any strides (only a last
             dimension that is not contiguous is copied); arrays of `saccade.backends.webgpu.array`, float32 or float16,
-            whose results stay on the device, as float32; or MLX arrays, which `mx.grad` differentiates with respect
-            to q, k and v.
+            whose results stay on the device, as float32; MLX arrays, which `mx.grad` differentiates with respect to
+            q, k and v; or JAX arrays on the CPU, also under `jax.jit`, `jax.grad` and `jax.vmap`.
         k: [B, Tk, Hk, D]. Hk divides Hq; query head h reads key head h // (Hq / Hk) (Ainslie et al., 2023).
         v: [B, Tk, Hk, Dv].
         mask: which keys each query sees, an expression of `saccade.mask`; None for all keys.
@@ -65,14 +67,18 @@ def attention(
         deterministic: True gives the same bits for the same input, with any number of threads. False allows faster
             kernels that do not. "batch" also makes the bits of each row independent of the rest of the batch, of the
             chunks and pages of a prompt, and of the function that computes it (docs/reproducible.md; He et al., 2025).
-        return_lse: return (o, lse) instead of o; lse is differentiable.
+        return_lse: also return lse, which is differentiable.
+        return_max: also return the largest score of each row, for QK-clip (Kimi K2, 2025). It has no gradient.
+        return_entropy: also return the entropy of each row's weights. It has first derivatives.
         layout: "bthd" for the shapes given here; "bhtd" for heads before tokens, as in torch's own attention: q
-            [B, Hq, Tq, D], likewise k and v, o [B, Hq, Tq, Dv] and lse [B, Hq, Tq]. Nothing is copied.
+            [B, Hq, Tq, D], likewise k and v, o [B, Hq, Tq, Dv] and the others [B, Hq, Tq]. Nothing is copied.
         backend: "cpu", "triton", "webgpu" or "metal"; None chooses by the device of the arrays.
 
     Returns:
-        o [B, Tq, Hq, Dv] in the dtype of q. With `return_lse` also lse [B, Tq, Hq], natural logarithm, float32
-        (float64 for float64 inputs). A row that sees no key has o = 0, and lse = -inf or its sink.
+        o [B, Tq, Hq, Dv] in the dtype of q, or a tuple of o and those of lse, max and entropy that are asked for, each
+        [B, Tq, Hq], float32 (float64 for float64 inputs). lse is a natural logarithm. max is that of the scores
+        after softcap and bias, without the sink. The entropy, in nats, is that of the weights of keys and sink, before
+        dropout. A row that sees no key has o = 0, max = -inf, entropy = 0, and lse = -inf or its sink.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it.
@@ -88,15 +94,17 @@ def attention(
         q, k, v = tokens_first(layout, q, k, v)
     options, request = DEFAULTS, PLAIN
     ordinary = scale is softcap is descale is backend is None and deterministic is True
-    if not ordinary or type(dropout) is not float or dropout:
+    more = return_max or return_entropy
+    if not ordinary or more or type(dropout) is not float or dropout:
         options = _options(scale, softcap, dropout, descale, deterministic, backend)
+        options = options._replace(return_max=return_max, return_entropy=return_entropy)
     if options is not DEFAULTS or not (mask is bias is sinks is seed is None):
         mask = _pruned(mask, q, k, bias, options)
         request = _request(mask, bias, sinks, options, seed)
-    result = _framework(q).attention(q, k, v, request, "forward" if return_lse else "result")
+    result = _framework(q).attention(q, k, v, request, "forward" if return_lse or more else "result")
     if layout != DEFAULT:
         result = heads_first(*result)
-    return result if return_lse else result[0]
+    return result if return_lse else (result[0], *result[2:]) if more else result[0]
 
 
 def attention_backward(
@@ -109,6 +117,8 @@ def attention_backward(
     mask: Mask | None = None,
     *,
     dlse: Any = None,
+    entropy: Any = None,
+    dentropy: Any = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Any = None,
@@ -131,6 +141,7 @@ def attention_backward(
         q, k, v, mask and the options: as in the forward call; a call with dropout also needs its seed.
         o, lse: the results of the forward call with `return_lse=True`.
         dlse: [B, Tq, Hq], gradient of lse, in the dtype of lse; None for zero.
+        entropy, dentropy: [B, Tq, Hq], the forward call's entropy and its gradient; both None for a gradient of zero.
         grads: which other gradients to compute: any of "bias", "slopes", "sinks", "table" and "log_f". None for all
             that the call has.
         layout: of all arrays and gradients, as in the forward call.
@@ -146,8 +157,9 @@ def attention_backward(
         refuse(attention_backward, unknown)
     if layout != DEFAULT:
         do, q, k, v, o = tokens_first(layout, do, q, k, v, o)
-        lse, dlse = lse_tokens_first(lse, dlse)
+        lse, dlse, entropy, dentropy = lse_tokens_first(lse, dlse, entropy, dentropy)
     options = _options(scale, softcap, dropout, descale, deterministic, backend)
+    options = options._replace(return_entropy=dentropy is not None)
     request = _request(_pruned(mask, q, k, bias, options), bias, sinks, options, seed)
     side = request.side
     present = frozenset(name for name, x in side._asdict().items() if x is not None)
@@ -158,7 +170,8 @@ def attention_backward(
         )
     if dropout and seed is None:
         raise ValueError("dropout without a seed: give the seed of the forward call")
-    *first, extras = _framework(q).attention_backward(q, k, v, Outputs(o, lse, do, dlse), request, wanted)
+    outputs = Outputs(o, lse, do, dlse, None, entropy, dentropy)
+    *first, extras = _framework(q).attention_backward(q, k, v, outputs, request, wanted)
     if layout != DEFAULT:
         # swapping tokens and heads is its own inverse
         first = tokens_first(layout, *first)
@@ -177,6 +190,8 @@ def decode(
     bias: Any = None,
     deterministic: bool | str = True,
     return_lse: bool = False,
+    return_max: bool = False,
+    return_entropy: bool = False,
     layout: str = DEFAULT,
     backend: str | None = None,
     **unknown: NoReturn,
@@ -192,12 +207,12 @@ def decode(
         mask: as in `attention`, in addition to the lengths of the cache and to `causal`.
         causal: True hides keys after a query's own position, with any mask. False lets all queries see all keys that
             the mask allows, as in cross-attention.
-        scale, softcap, sinks, bias, deterministic, return_lse, backend: as in `attention`. Tk is the capacity of the
-            cache; for `PagedKeys`, of one row of the block table. A latent cache needs a scale.
-        layout: of q, o and lse, as in `attention`. The cache keeps its own layout.
+        scale, softcap, sinks, bias, deterministic, backend, return_lse and others: as in `attention`. Tk is the
+            capacity of the cache; for `PagedKeys`, of one row of the block table. A latent cache needs a scale.
+        layout: of q and the results, as in `attention`. The cache keeps its own layout.
 
     Returns:
-        o [B, Tq, Hq, Dv], with `return_lse` also lse [B, Tq, Hq], as in `attention`.
+        o [B, Tq, Hq, Dv], or a tuple of o, lse, max and entropy, as in `attention`.
 
     Raises:
         TypeError, ValueError, Unsupported: as in `attention`.
@@ -220,14 +235,17 @@ def decode(
         )
     framework, request = _framework(q), PLAIN
     mask = of_decode(mask, q, causal)
-    if not (mask is scale is softcap is bias is sinks is backend is None and deterministic is True):
-        request = _request(mask, bias, sinks, _options(scale, softcap, 0.0, None, deterministic, backend), None)
+    more = return_max or return_entropy
+    if more or not (mask is scale is softcap is bias is sinks is backend is None and deterministic is True):
+        options = _options(scale, softcap, 0.0, None, deterministic, backend)
+        options = options._replace(return_max=return_max, return_entropy=return_entropy)
+        request = _request(mask, bias, sinks, options, None)
         if type(bias) is Bias and bias.prune is not None:
             raise ValueError("gates of decode have prune; expected none: it is for attention and attention_backward")
     result = framework.decode(q, cache, request)
     if layout != DEFAULT:
         result = heads_first(*result)
-    return result if return_lse else result[0]
+    return result if return_lse else (result[0], *result[2:]) if more else result[0]
 
 
 def of_decode(mask: Mask | None, q: Any, causal: bool) -> Mask | None:
@@ -280,6 +298,8 @@ def _find_framework(q: Any) -> ModuleType:
         from .frameworks import webgpu as framework
     elif type(q).__module__ == "mlx.core":
         from .frameworks import mlx as framework
+    elif "jax" in sys.modules and isinstance(q, sys.modules["jax"].Array):
+        from .frameworks import jax as framework
     else:
         raise TypeError(f"q is {type(q).__name__}; expected a torch tensor or a NumPy array [B, Tq, Hq, D]")
     _frameworks[type(q)] = framework

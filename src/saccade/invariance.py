@@ -6,8 +6,13 @@ from .mask.algebra import contains
 from .mask.sequences import hidden
 from .problem import OPTIONS, Problem
 
-# options whose numbers depend on the batch, and why
-_OPTIONS = {"dropout": "its pattern depends on the place in the batch", "gates": "they are sums over the whole array"}
+# options whose numbers depend on the batch, or are not computed from fixed ranges of keys, and why
+_OPTIONS = {
+    "dropout": "its pattern depends on the place in the batch",
+    "gates": "they are sums over the whole array",
+    "return_max": "results of ranges of keys are merged without it",
+    "return_entropy": "results of ranges of keys are merged without it",
+}
 
 
 def not_invariant(problem: Problem) -> list[str]:

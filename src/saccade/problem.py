@@ -63,6 +63,8 @@ OPTIONS = {
     "quantised": "keys and values as codes",
     "select": "selected keys",
     "batch": 'deterministic="batch"',
+    "return_max": "return_max",
+    "return_entropy": "return_entropy",
 }
 
 
@@ -106,7 +108,8 @@ class Problem:
     """One attention call without its arrays. Frozen and hashable, because plans are cached by it.
 
     mask: None allows every pair. source: how keys are stored, "strided" or "paged". quantised: how k and v encode
-    numbers of dtype, None if they do not.
+    numbers of dtype, None if they do not. return_max, return_entropy: results after o and lse. A backward with a
+    gradient of the entropy has return_entropy.
     """
 
     B: int
@@ -124,6 +127,8 @@ class Problem:
     device: str = "cpu"
     needs_grad: bool = False
     deterministic: bool | str = True
+    return_max: bool = False
+    return_entropy: bool = False
 
     @cached_property
     def uses(self) -> frozenset[str]:
@@ -200,7 +205,8 @@ def describe(
         )
     if D < 1 or Dv < 1:
         raise ValueError(f"head sizes are D = {D} and Dv = {Dv}; expected at least 1")
-    if max(Tq, Tk) >= LONGEST:
+    # symbolic lengths of torch.export are checked by the call itself: a bound here would restrict them
+    if any(type(n) is int and n >= LONGEST for n in (Tq, Tk)):
         raise ValueError(f"lengths are Tq = {Tq} and Tk = {Tk}; expected less than 2**30: split the call and merge")
     dtype = _dtype(q, k, v, options.descale)
     if dtype in FP8:
@@ -220,7 +226,8 @@ def describe(
         dropout=dropout_of(options.dropout),
     )
     sizes, needs_grad = (B, Tq, Tk, Hq, Hk, D, Dv), grads is not None
-    return Problem(*sizes, dtype, mask, scores, source, quantised, q.device, needs_grad, options.deterministic)
+    more = options.deterministic, bool(options.return_max), bool(options.return_entropy)
+    return Problem(*sizes, dtype, mask, scores, source, quantised, q.device, needs_grad, *more)
 
 
 def check_selection(mask: Mask | None, Hk: int) -> None:
@@ -238,13 +245,13 @@ def not_with_select(problem: Problem) -> list[str]:
     """Reasons why kernels of selected keys do not compute a problem: options whose rows they do not know."""
     if problem.selection is None:
         return []
-    known = {"softcap", "sinks", "source", "quantised", "select"}
+    known = {"softcap", "sinks", "source", "quantised", "select", "return_max", "return_entropy"}
     names = sorted(OPTIONS[name] for name in problem.uses - known)
     return [f"selected keys with {name} are not computed: leave one of the two out" for name in names]
 
 
 def check_gradients(problem: Problem, rows: dict[str, Spec]) -> None:
-    """Check the arrays do, o, lse and dlse that a backward call adds: shapes, dtypes and devices."""
+    """Check the arrays that a backward call adds, do, o, lse, dlse and others like lse: shapes, dtypes and devices."""
     for name, spec in rows.items():
         shape: tuple[int, ...] = (problem.B, problem.Tq, problem.Hq)
         dtype = problem.accumulator

@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import triton
 from saccade import LatentKVCache, PagedKVCache
-from saccade.backends import Extras, Inputs
+from saccade.backends import Extras, Inputs, Outputs
 from saccade.backends.triton import (
     bias_gradient,
     hopper,
@@ -129,8 +129,8 @@ def of_problem(chip: str, dtype: str, D: int) -> dict[str, Taken]:
                 bias_gradient.launch(call, 0, arrays, dbias)
             else:
                 launch.forward(call, o, lse)
-                launch.delta(call, do, o, None)
-                share = launch.refine(call, do, lse, lse, None)
+                launch.delta(call, Outputs(o, lse, do))
+                share = launch.refine(call, Outputs(o, lse, do), lse)
                 launch.backward(call, arrays._replace(share=share), launch.Gradients(dq, dk, dv, None), False)
     return found
 
@@ -158,12 +158,16 @@ def of_hopper(mask: str, D: int, dtype: str = "bfloat16", wide: bool = False) ->
 
 
 def of_branch(
-    mask: str, Tq: int = 300, D: int = 64, dtype: str = "float32", chip: str = "sm_90", **options: Any
-) -> dict[str, Taken]:
-    """The resources of forward and backward, or of decode for few queries, with a mask and options."""
+    mask: str, Tq: int = 300, D: int = 64, dtype: str = "float32", chip: str = "sm_90", more: bool = False,
+    **options: Any,
+) -> dict[str, Taken]:  # fmt: skip
+    """The resources of forward and backward, or of decode for few queries, with a mask and options.
+
+    more: with the maximum and the entropy of each row, and its gradient.
+    """
     p = Problem(
         2, Tq, 300, 4, 2, D, D, dtype=dtype, device=f"cuda:{chip}", mask=parse(mask),
-        scores=Scores(scale=0.1, **options), needs_grad=True,
+        scores=Scores(scale=0.1, **options), needs_grad=True, return_max=more, return_entropy=more,
     )  # fmt: skip
     plan, kind = make_plan(p, limits(p)), getattr(torch, dtype)
     q, o, do, dq = (torch.empty(2, Tq, 4, D, dtype=kind) for _ in range(4))
@@ -175,13 +179,16 @@ def of_branch(
         seed=3 << 33, lengths=torch.zeros(2, dtype=torch.int32) if Tq < 8 else None,
     )  # fmt: skip
     with recorded(chip) as found:
-        call = launch.AttentionLaunch(p, plan, Inputs(q, k, v, extras))
+        call = launch.AttentionLaunch(p, plan, Inputs(q, k, v, extras), launch.more_results(p, lse))
         if Tq < 8:
             launch_decode.decode(call, o, lse)
         else:
             launch.forward(call, o, lse)
-            share = launch.refine(call, do, lse, lse, lse)
+            outputs = Outputs(o, lse, do, lse, None, *[lse if more else None] * 2)
+            launch.delta(call, outputs)
+            share = launch.refine(call, outputs, lse)
             arrays = call.arrays._replace(do=launch.array(do), lse=lse, share=share, delta=lse)
+            arrays = arrays._replace(dentropy=outputs.dentropy)
             launch.backward(call, arrays, launch.Gradients(dq, dk, dv, dbias), bool(p.scores.alibi))
     return found
 
@@ -253,7 +260,7 @@ def of_selected(
         call = launch.AttentionLaunch(p, make_plan(p, limits(p)), Inputs(q, k, v))
         launch_decode.selected(call, o, lse)
         if Tq > 1:
-            share = launch.refine(call, do, lse, lse, lse)
+            share = launch.refine(call, Outputs(o, lse, do, lse), lse)
             arrays = call.arrays._replace(do=launch.array(do), lse=lse, share=share, delta=lse)
             launch.backward(call, arrays, launch.Gradients(dq, dk, dv), False)
     return found

@@ -39,7 +39,10 @@ def test_ragged_prefill_and_decode() -> None:
 
 @pytest.mark.parametrize("batch, page_size, chunk", [(1, 4, 64), (2, 1, 3), (3, 16, 1), (9, 5, 7)])
 @pytest.mark.parametrize("window", [0, 6])
-def test_prompts_that_come_and_go_end_as_alone(batch: int, page_size: int, chunk: int, window: int) -> None:
+@pytest.mark.parametrize("draft", [None, "ngram"])
+def test_prompts_that_come_and_go_end_as_alone(
+    batch: int, page_size: int, chunk: int, window: int, draft: str | None
+) -> None:
     model, tokens = small(sliding_window=window), some_tokens(5, 30)
     # the second starts with the same tokens as the first, and the last equals all of it
     tokens[1, :12] = tokens[0, :12]
@@ -47,7 +50,7 @@ def test_prompts_that_come_and_go_end_as_alone(batch: int, page_size: int, chunk
     tokens[4] = tokens[0]
     prompts = [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
     greedy = Sampler(0.0)
-    served = dict(serve(model, prompts, 11, greedy, batch=batch, page_size=page_size, chunk=chunk))
+    served = dict(serve(model, prompts, 11, greedy, batch=batch, page_size=page_size, chunk=chunk, draft=draft))
     for number, prompt in enumerate(prompts):
         alone = [token for (token,) in generate(model, [prompt], 11, greedy)]
         assert served[number] == alone[: len(served[number])]
@@ -120,6 +123,8 @@ def test_passes_of_fixed_rows_give_texts_that_do_not_depend_on_the_batch(tempera
     assert logits[0] == logits[1] == logits[2] == logits[3]
     with pytest.raises(ValueError, match="rows is 3; expected at least 4"):
         next(serve(model, prompts, 8, Sampler(), batch=4, rows=3))
+    with pytest.raises(ValueError, match="rows is 16 with a draft"):
+        next(serve(model, prompts, 8, Sampler(), rows=16, draft="ngram"))
 
 
 def test_a_text_goes_on_beyond_the_positions() -> None:

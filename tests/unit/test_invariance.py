@@ -54,6 +54,8 @@ def test_other_backends_refuse(backend: str) -> None:
     [
         ({"scores": Scores(dropout=0.5)}, "with dropout: its pattern"),
         ({"scores": Scores(gates=True)}, "with gates: they are sums"),
+        ({"return_max": True}, "with return_max: results of ranges"),
+        ({"return_entropy": True}, "with return_entropy: results of ranges"),
         ({"mask": causal() & masks.strided(4)}, "with strided: the plan"),
         ({"mask": masks.dilated(3, 2)}, "with dilated: the plan"),
         ({"mask": causal() | documents(cu_seqlens=[0, 9, 256])}, r"with documents inside \|"),
@@ -220,7 +222,7 @@ def test_gradients_of_many_entries_in_turns(rng: np.random.Generator) -> None:
 
 
 def test_through_torch(rng: np.random.Generator) -> None:
-    """Autograd, torch.compile and vmap pass the option on; a second derivative is refused."""
+    """Autograd, torch.compile and vmap pass the option on; a second derivative and forward mode are refused."""
     torch = pytest.importorskip("torch")
     q, k, v, do = (torch.tensor(rng.standard_normal((3, 90, 2, 16)), dtype=torch.float32) for _ in range(4))
 
@@ -240,3 +242,5 @@ def test_through_torch(rng: np.random.Generator) -> None:
     first = torch.autograd.grad(attend(*leaves).sum(), leaves, create_graph=True)
     with pytest.raises(Unsupported, match='second derivatives with deterministic="batch"'):
         torch.autograd.grad(first[0].sum(), leaves)
+    with pytest.raises(Unsupported, match='forward-mode derivatives with deterministic="batch"'):
+        torch.func.jvp(attend, (q, k, v), (q, k, v))

@@ -14,8 +14,7 @@ from ..mask import Mask
 from ..mask.text import brief
 from ..merge import merge
 from .choice import kind_of
-from .paged import PagedKeys
-from .sequences import Ints, bounds_of
+from .sequences import Ints, PagedKeys, bounds_of
 from .storage import Arrays
 
 # a cascade saves more than its second call and merge cost if it reads at least this many fewer keys

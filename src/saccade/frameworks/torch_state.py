@@ -21,3 +21,8 @@ capsule = getattr(torch._C, "_to_dlpack_versioned", to_dlpack)
 def forward_mode_active() -> bool:
     """Whether tensors may carry tangents."""
     return forward_ad._current_level >= 0
+
+
+def drops_tangents() -> bool:
+    """Whether forward mode is on outside of autograd Functions, where an operator would lose tangents."""
+    return forward_mode_active() and torch._C._is_fwd_grad_enabled()

@@ -165,6 +165,7 @@ SETTINGS = table(
 OPTIONS = table(
     ("tokens batch chunk", LONG),
     ("window sinks top_k rows", LONG_OR_0),
+    ("shortest longest depth branches", COUNT),
     ("temperature", real()),
     ("top_p", real(0, 1, above=True)),
     ("seed", whole(-(1 << 63), (1 << 63) - 1)),

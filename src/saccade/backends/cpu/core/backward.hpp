@@ -1,16 +1,16 @@
 // Backward in one pass of five products; P is recomputed from lse. A task owns one key head (or some of its query
 // tiles) and its sums of dK and dV; dQ is written once per query tile.
-//   P = 2^(S - lse)   dP = V dO^T   dS = P (dP - delta)   dV += P dO   dK += dS Q scale   dQ^T += K^T dS, scale last
+//   P = 2^(S - lse)   dP = V dO^T - dentropy (S - lse)   dS = P (dP - delta)   dV += P dO   dK += dS Q scale   dQ^T += K^T dS, scale last
 #pragma once
 #include "items.hpp"
-#include "row_values.hpp"
+#include "row_sums.hpp"
 
 namespace saccade::SACCADE_ISA {
 
 template <class K>
-struct Backward : RowValues<typename K::sum> {
+struct Backward : RowSums<typename K::sum> {
   using T = typename K::sum;
-  using RowValues<T>::refine;
+  using Sums = RowSums<T>;
   using Num = typename K::num;
   using S = Store<K>;
   static constexpr int N = lanes<T>;
@@ -21,6 +21,7 @@ struct Backward : RowValues<typename K::sum> {
     T* dqt;         // [D][width of the item]
     // lse in log2 units and delta, each in two parts: the last bit of lse shows in P, and delta nearly cancels dP
     T lse[TILE_Q], lse_low[TILE_Q], delta[TILE_Q], delta_low[TILE_Q];
+    T reference[TILE_Q], dentropy[TILE_Q];  // of the logarithms of P that the entropy's gradient needs, in log2 units
     bool finite;
     bool one_piece;  // all its keys are in one step, which also refines its rows
     bool refines;    // its rows are refined after a pass over its keys
@@ -32,7 +33,7 @@ struct Backward : RowValues<typename K::sum> {
   int64_t ld, ldv;
   T mul;                     // log2 scores = mul * products, when plain
   Num *kt, *vt, *kt_across;  // of one key tile
-  T *s, *dp, *cap, *p, *rows, *transposed;
+  T *s, *dp, *cap, *p, *logs, *rows, *transposed;
   Num *p_lanes, *s_lanes, *s_across;
   State* items;
   TileMask<T>* masks;
@@ -48,6 +49,7 @@ struct Backward : RowValues<typename K::sum> {
     vt = bump.take<Num>(TILE_K * S::depth(c.Dv));
     kt_across = S::per == 1 ? kt : bump.take<Num>(TILE_K / S::per * c.D);
     s = bump.take<T>(tile), dp = bump.take<T>(tile), cap = bump.take<T>(tile), p = bump.take<T>(tile);
+    logs = bump.take<T>(c.dentropy ? tile : 0);
     p_lanes = S::per == 1 ? reinterpret_cast<Num*>(p) : bump.take<Num>(tile);
     s_lanes = S::per == 1 ? reinterpret_cast<Num*>(s) : bump.take<Num>(tile);
     s_across = S::per == 1 ? s_lanes : bump.take<Num>(tile);
@@ -95,6 +97,7 @@ struct Backward : RowValues<typename K::sum> {
       if (r < x.rows) set_row(it, r);
       // lanes beyond the tile's rows get weight 0
       if (r >= x.rows) it.lse[r] = -Low<T>::masked, it.lse_low[r] = it.delta[r] = it.delta_low[r] = T(0);
+      if (r >= x.rows) it.reference[r] = it.dentropy[r] = T(0);
     }
   }
   static int64_t row_at(const Call& c, const Scorer<T>& x, int64_t r) {
@@ -103,6 +106,8 @@ struct Backward : RowValues<typename K::sum> {
   void set_row(State& it, int64_t r) {
     const double* row = c.rows + 2 * row_at(c, it.s, r);
     it.lse[r] = static_cast<T>(row[0]), it.lse_low[r] = static_cast<T>(row[0] - static_cast<double>(it.lse[r]));
+    it.reference[r] = Sums::reference(c, row_at(c, it.s, r));
+    it.dentropy[r] = static_cast<T>(Sums::dentropy(c, row_at(c, it.s, r)) * LN2<double>);
     if (c.lse_lost) it.lse_low[r] += static_cast<T>(c.lse_lost[row_at(c, it.s, r)]);
     it.delta[r] = static_cast<T>(row[1]), it.delta_low[r] = static_cast<T>(row[1] - static_cast<double>(it.delta[r]));
   }
@@ -114,6 +119,7 @@ struct Backward : RowValues<typename K::sum> {
     mm<K>(n, it.s.width, deep_v, it.dot, it.s.width, vt + at * deep_v, deep_v, 1, dp, it.s.width, false, c.chain());
     it.s.scores(s, first, n, partial, c.softcap != 0 ? cap : nullptr);
     const bool careful = partial || it.s.masked_by_bias();
+    if (c.dentropy) keep_logs(it, n);
     for (int64_t r = 0; r < n; ++r)
       for (int64_t w = 0; w < it.s.width; w += N) {
         // the product has one use, so that compilers fuse it with the difference in tested and untested tiles alike
@@ -125,6 +131,16 @@ struct Backward : RowValues<typename K::sum> {
         store(p + r * it.s.width + w, e);
       }
     it.s.dropout(p, dp, first, n);
+    // the entropy is that of weights before dropout
+    for (int64_t i = 0; c.dentropy && i < n * it.s.width; i += N)
+      store(dp + i, load(s + i) == T(0) ? load(dp + i) : load(dp + i) - load(logs + i));
+  }
+
+  // the entropy's gradient times log P, for scores in `s`
+  void keep_logs(const State& it, int64_t n) {
+    for (int64_t r = 0; r < n * it.s.width; r += it.s.width)
+      for (int64_t w = 0; w < it.s.width; w += N)
+        store(logs + r + w, (load(s + r + w) * mul - load(it.reference + w)) * load(it.dentropy + w));
   }
 
   // P in `p` (after dropout), dS before the scale in `s`
@@ -194,7 +210,7 @@ struct Backward : RowValues<typename K::sum> {
     T factor[TILE_Q];
     for (int64_t w = 0; w < it.s.width; ++w) factor[w] = T(1);
     for (int64_t w = 0; w < it.s.rows; ++w) {
-      factor[w] = static_cast<T>(refine(c, row_at(c, it.s, w)));
+      factor[w] = static_cast<T>(Sums::refine(c, row_at(c, it.s, w)));
       set_row(it, w);
     }
     for (int64_t r = 0; r < n * it.s.width; r += it.s.width)
@@ -207,7 +223,7 @@ struct Backward : RowValues<typename K::sum> {
   // whether the lse of some row has lost the logarithm of its sum
   bool far(const State& it) const {
     for (int64_t r = 0; r < it.s.rows; ++r)
-      if (RowValues<T>::absorbs(c, row_at(c, it.s, r))) return true;
+      if (Sums::absorbs(c, row_at(c, it.s, r))) return true;
     return false;
   }
 
@@ -230,7 +246,7 @@ struct Backward : RowValues<typename K::sum> {
       State& it = items[i];
       it.seg = it.first_seg;
       for (int64_t r = 0; r < it.s.rows && it.refines && !c.only_sums; ++r) {
-        refine(c, row_at(c, it.s, r));
+        Sums::refine(c, row_at(c, it.s, r));
         set_row(it, r);
       }
     }

@@ -108,8 +108,7 @@ static bool decode_ranges(Call& c, const Part& part, int threads) {
   c.part = &part;
   c.threads = threads = worth(c, threads, FORWARD_HEAD);
   c.n_chunks = std::max<int64_t>(1, (c.Tk + c.split_keys - 1) / c.split_keys);
-  // ordered decode pads a row to vectors, of at most 16 numbers
-  const Workspace partial(c.B * c.Hk * c.n_chunks * c.G * c.Tq * (c.Dv + 17) * number_size(c));
+  const Workspace partial(c.B * c.Hk * c.n_chunks * c.G * c.Tq * c.partial_width() * number_size(c));
   std::vector<uint8_t> lost(c.range ? static_cast<size_t>(c.B * c.Hk) : 0);
   c.lost = lost.data();
   c.partial = partial.get();
@@ -185,6 +184,25 @@ void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
       const int64_t tasks = (c.ddistances.stride[0] ? c.B : 1) * c.Hq;
       parallel(tasks, threads, [&](int64_t task) { k.backward_distances(c, task, scratch(bytes)); });
     }
+  }
+}
+
+void run_tangent(Call& c, Call& d, const std::vector<const Part*>& parts, int threads) {
+  const Kernels& k = *current();
+  c.tangent = &d;
+  c.threads = threads = worth(c, threads, FORWARD_HEAD);
+  // what a part passes on to the next: sums of each row, and its values by their weights
+  const int64_t rows = parts.size() > 1 ? c.B * c.Tq * c.Hq : 0;
+  const Workspace sums(rows * 24), values(rows * c.Dv * number_size(c));
+  c.rows = static_cast<double*>(sums.get());
+  const DType dtype = c.q.dtype == DType::f64 ? DType::f64 : DType::f32;
+  d.do_ = {static_cast<char*>(values.get()), {c.Tq * c.Hq * c.Dv, c.Hq * c.Dv, c.Dv, 1}, dtype};
+  for (size_t n = 0; n < parts.size(); ++n) {
+    c.part = parts[n];
+    c.merge = n > 0;
+    c.last = n + 1 == parts.size();
+    const int64_t bytes = k.tangent_scratch(c);
+    parallel(k.tangent_tasks(c), threads, [&](int64_t task) { k.tangent(c, task, scratch(bytes)); });
   }
 }
 

@@ -29,6 +29,7 @@ struct Forward {
     Num* qt;  // [depth(D)][width of the item]
     T* ot;    // [Dv rounded up][width of the item]
     T m[TILE_Q], l[TILE_Q];
+    T u[TILE_Q];      // sum of P (S - m), in log2 units, for the entropy
     T least[TILE_Q];  // where maxima start
     // of all ranges of keys before the current one, where results are merged from fixed ranges
     T* whole;  // like ot
@@ -85,7 +86,7 @@ struct Forward {
 
   void start_sums(State& it) {
     for (int64_t i = 0; i < ldv * it.s.width; i += N) store(it.ot + i, vec<T>{});
-    for (int w = 0; w < TILE_Q; ++w) it.m[w] = it.least[w], it.l[w] = T(0);
+    for (int w = 0; w < TILE_Q; ++w) it.m[w] = it.least[w], it.l[w] = it.u[w] = T(0);
     if (!c.range) return;
     it.range = 0;
     for (int64_t i = 0; i < ldv * it.s.width; i += N) store(it.whole + i, vec<T>{});
@@ -119,7 +120,7 @@ struct Forward {
           c.chain());
     T* scores = s + odd * width;
     it.s.scores(scores, first, n, partial, nullptr);
-    softmax(it, scores, n);
+    c.entropy ? softmax<true>(it, scores, n) : softmax<false>(it, scores, n);
     it.s.dropout(scores, nullptr, first, n);
     if (!values_finite) add_infinite_values(it, scores, first, n, partial, at);
     if constexpr (Store<K>::per == 2) {
@@ -131,11 +132,11 @@ struct Forward {
           1, ldv, it.ot, width, true);
   }
 
-  template <int NV>
+  template <int NV, bool ENTROPY>
   void softmax_columns(State& it, T* scores, int64_t n, int64_t w, ivec<T>& moved) {
-    vec<T> mx[NV], sum[NV], fix[NV];
+    vec<T> mx[NV], sum[NV], fix[NV], logs[NV], rise[NV];
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) mx[v] = splat(Low<T>::masked), sum[v] = vec<T>{};
+    for (int v = 0; v < NV; ++v) mx[v] = splat(Low<T>::masked), sum[v] = logs[v] = vec<T>{};
     for (int64_t r = 0; r < n; ++r)
 #pragma GCC unroll 4
       for (int v = 0; v < NV; ++v) mx[v] = vmax<T>(mx[v], load(scores + r * it.s.width + w + v * N));
@@ -144,19 +145,23 @@ struct Forward {
       const vec<T> old = load(it.m + w + v * N);
       mx[v] = vmax<T>(mx[v] * mul, old);
       fix[v] = exp2v(old - mx[v]);
+      if constexpr (ENTROPY) rise[v] = finite_log<T>(old - mx[v]);
       store(it.m + w + v * N, mx[v]);
     }
     for (int64_t r = 0; r < n; ++r)
 #pragma GCC unroll 4
       for (int v = 0; v < NV; ++v) {
         T* x = scores + r * it.s.width + w + v * N;
-        const vec<T> e = exp2v(load(x) * mul - mx[v]);
+        const vec<T> log = load(x) * mul - mx[v], e = exp2v(log);
         sum[v] += e;
+        if constexpr (ENTROPY) logs[v] += e * finite_log<T>(log);
         store(x, e);
       }
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) {
       T* l = it.l + w + v * N;
+      T* u = it.u + w + v * N;
+      if constexpr (ENTROPY) store(u, (load(u) + load(l) * rise[v]) * fix[v] + logs[v]);
       store(l, load(l) * fix[v] + sum[v]);
       store(transposed + w + v * N, fix[v]);
       moved |= fix[v] != T(1);
@@ -164,11 +169,12 @@ struct Forward {
   }
 
   // replaces scores by weights, and rescales the accumulator where the maximum rose
+  template <bool ENTROPY>
   void softmax(State& it, T* scores, int64_t n) {
     ivec<T> moved = {};
     int64_t w = 0;
-    for (; w + 2 * N <= it.s.width; w += 2 * N) softmax_columns<2>(it, scores, n, w, moved);
-    for (; w < it.s.width; w += N) softmax_columns<1>(it, scores, n, w, moved);
+    for (; w + 2 * N <= it.s.width; w += 2 * N) softmax_columns<2, ENTROPY>(it, scores, n, w, moved);
+    for (; w < it.s.width; w += N) softmax_columns<1, ENTROPY>(it, scores, n, w, moved);
     if (!any(moved)) return;
     for (int64_t d = 0; d < c.Dv; ++d)
       for (w = 0; w < it.s.width; w += N) {
@@ -263,20 +269,37 @@ struct Forward {
         __builtin_memcpy(rows + r * ldv, transposed + r * ldv, static_cast<size_t>(ldv) * sizeof(T));
   }
 
+  // the entropy of row r, whose keys of this part have the lse `mine`; c.lse still has that of earlier parts
+  void add_entropy(int64_t at, int64_t r, const State& it, double mine, double total) {
+    const double l = static_cast<double>(it.l[r]), u = static_cast<double>(it.u[r]);
+    T& out = static_cast<T*>(c.entropy)[at];
+    double sum = entropy_share(mine, LN2<double> * (__builtin_log2(l) - u / l), total);
+    if (c.merge) sum += entropy_share(static_cast<double>(static_cast<T*>(c.lse)[at]), static_cast<double>(out), total);
+    if (c.last && c.sinks) sum += entropy_share(c.sinks[it.s.head(r)], 0, total);
+    out = static_cast<T>(sum);
+  }
+
   void finish(State& it, const TaskIndex& task) {
     const Scorer<T>& x = it.s;
-    T* lse = static_cast<T*>(c.lse);
+    T *lse = static_cast<T*>(c.lse), *max = static_cast<T*>(c.max);
     double share[TILE_Q];
     T before[TILE_Q];
     for (int64_t r = 0; r < x.rows; ++r) {
-      T& out = lse[(x.b * c.Tq + x.row(r)) * c.Hq + x.head(r)];
-      const double mine = lse_of<T>(c, it.m[r], it.l[r]);
+      const int64_t at = (x.b * c.Tq + x.row(r)) * c.Hq + x.head(r);
+      T& out = lse[at];
+      const double l = static_cast<double>(it.l[r]), mine = lse_of<T>(c, it.m[r], it.l[r]);
       double total = mine;
       if (c.merge) total = log_add(total, static_cast<double>(out));
       if (c.last && c.sinks) total = log_add(total, c.sinks[x.head(r)]);
       share[r] = total == mine ? 1 : __builtin_exp(mine - total);
       before[r] =
           !c.merge || out == Low<T>::masked ? T(0) : static_cast<T>(__builtin_exp(static_cast<double>(out) - total));
+      if (c.max) {
+        // NaN where lse is
+        const double top = l == 0 ? -__builtin_inf() : from_log2<T>(c, static_cast<double>(it.m[r])) + l * 0;
+        if (!c.merge || !(max[at] >= top)) max[at] = static_cast<T>(top);
+      }
+      if (c.entropy) add_entropy(at, r, it, mine, total);
       out = static_cast<T>(total);
     }
     quotients(it, share, rows);

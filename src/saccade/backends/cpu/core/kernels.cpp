@@ -6,6 +6,7 @@
 #include "decode.hpp"
 #include "forward.hpp"
 #include "ordered.hpp"
+#include "tangent.hpp"
 
 namespace saccade {
 namespace SACCADE_ISA {
@@ -78,6 +79,15 @@ void backward_distances(const Call& c, int64_t task, char* scratch) {
 void backward_bias(const Call& c, int64_t task, char* scratch) {
   by_kind(c, [&](auto* k) { BiasGradient<std::remove_pointer_t<decltype(k)>>::task(c, task, scratch); });
 }
+int64_t tangent_tasks(const Call& c) {
+  return by_kind(c, [&](auto* k) { return Tangent<std::remove_pointer_t<decltype(k)>>::tasks(c); });
+}
+int64_t tangent_scratch(const Call& c) {
+  return by_kind(c, [&](auto* k) { return Tangent<std::remove_pointer_t<decltype(k)>>::scratch_bytes(c); });
+}
+void tangent(const Call& c, int64_t task, char* scratch) {
+  by_kind(c, [&](auto* k) { Tangent<std::remove_pointer_t<decltype(k)>>::task(c, task, scratch); });
+}
 int64_t append_scratch(const Append& c) {
   return c.in.dtype == DType::f64 ? Appender<double>::scratch_bytes(c) : Appender<float>::scratch_bytes(c);
 }
@@ -145,6 +155,9 @@ const Kernels* SACCADE_JOIN(kernels_, SACCADE_ISA)() {
                                     backward_finish,
                                     backward_bias,
                                     backward_distances,
+                                    tangent_tasks,
+                                    tangent_scratch,
+                                    tangent,
                                     append_scratch,
                                     append,
                                     row,

@@ -1,15 +1,17 @@
-// lse and delta of each row, from which a backward recomputes weights and gradients of scores.
+// lse and delta of each row, which a backward reads: from the forward's results, or from the sums of P and P dP.
 #pragma once
 #include "scores.hpp"
 
 namespace saccade::SACCADE_ISA {
 
 template <class T>
-struct RowValues {
-  static double dlse(const Call& c, int64_t at) {
-    return c.dlse ? static_cast<double>(static_cast<const T*>(c.dlse)[at]) : 0;
-  }
-  // rowsum(do * o) - dlse of row `at`
+struct RowSums {
+  static double of(const void* a, int64_t at) { return a ? static_cast<double>(static_cast<const T*>(a)[at]) : 0; }
+  static double dlse(const Call& c, int64_t at) { return of(c.dlse, at); }
+  static double dentropy(const Call& c, int64_t at) { return of(c.dentropy, at); }
+  // what scores are subtracted from to get -log P: the forward's lse, in log2 units
+  static T reference(const Call& c, int64_t at) { return static_cast<T>(in_log2(c, static_cast<const T*>(c.lse)[at])); }
+  // rowsum(do * o) - dlse + dentropy * entropy of row `at`
   static double delta(const Call& c, int64_t at) {
     T x[1024], y[1024];
     const int64_t h = at % c.Hq, t = at / c.Hq % c.Tq, b = at / c.Hq / c.Tq;
@@ -23,7 +25,9 @@ struct RowValues {
       for (int64_t d = d0; d < min64(c.Dv, d0 + c.chain()); ++d) piece = y[d] == T(0) ? piece : x[d] * y[d] + piece;
       sum += piece;
     }
-    return static_cast<double>(sum) - dlse(c, at);
+    // in a row without keys the entropy is 0 and its gradient may hold any value
+    const double entropy = c.dentropy ? of(c.entropy, at) : 0;
+    return static_cast<double>(sum) - dlse(c, at) + (entropy == 0 ? 0 : entropy * dentropy(c, at));
   }
   // whether lse is so large that it has lost the logarithm of the sum, e.g. if every bias is -1e9
   static bool absorbs(const Call& c, int64_t at) {
@@ -56,6 +60,8 @@ struct RowValues {
     row[0] += shift;
     c.lse_lost[at] = shift - (row[0] - before);
     row[1] = c.sums[2 * at + 1] / total - dlse(c, at);
+    // the sink's part of the sum of P dP
+    if (c.sinks && c.dentropy) row[1] -= sink / total * dentropy(c, at) * (c.sinks[at % c.Hq] - of(c.lse, at));
     return 1 / total;
   }
 };
