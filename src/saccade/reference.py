@@ -19,6 +19,7 @@ class OracleOptions(NamedTuple):
     """The options of a call. stop: [B], the position of the last query plus 1; None for Tk.
 
     bias broadcasts to [B, Hq, Tq, Tk]. slopes: [Hq] or [B, Hq]. table: [Hq, R] or [B, Hq, R]. log_f: [B, Tk, Hq].
+    dentropy: [B, Tq, Hq], the gradient of the entropy, None for zero.
     """
 
     scale: float | None = None
@@ -33,6 +34,7 @@ class OracleOptions(NamedTuple):
     dropout: float = 0.0
     seed: int = 0
     dtype: Any = np.float64
+    dentropy: Any = None
 
 
 class Weights(NamedTuple):
@@ -54,22 +56,23 @@ def forward(q: Array, k: Array, v: Array, mask: Any = None, **options: Any) -> P
 
 
 def backward(
-    do: Array, q: Array, k: Array, v: Array, mask: Any = None, *, dlse: Any = None, dentropy: Any = None, **options: Any
+    do: Array, q: Array, k: Array, v: Array, mask: Any = None, *, dlse: Any = None, **options: Any
 ) -> tuple[Array, Array, Array, dict[str, Array]]:
-    """Gradients (dq, dk, dv, dict of side arrays' gradients by name) of the sum of do * o, dlse * lse and
-    dentropy * entropy.
-    """
-    return both(do, q, k, v, mask, dlse=dlse, dentropy=dentropy, **options)[1]
+    """Gradients (dq, dk, dv, those of side arrays by name) of the sum of do * o, dlse * lse and dentropy * entropy."""
+    return both(do, q, k, v, mask, dlse=dlse, **options)[1]
 
 
 def both(
-    do: Array, q: Array, k: Array, v: Array, mask: Any = None, *, dlse: Any = None, dentropy: Any = None, **options: Any
+    do: Array, q: Array, k: Array, v: Array, mask: Any = None, *, dlse: Any = None, **options: Any
 ) -> tuple[Pair, tuple[Array, Array, Array, dict[str, Array]]]:
     """The results of `forward` and of `backward`, which share the weights."""
     opt, Hk = OracleOptions(**options), k.shape[2]
     q, k, v, r = by_head(q, k, v, options)
     rows = weights_of(q, k, mask, opt, r)
-    do, dl, dh = r(do).swapaxes(1, 2), *(0 if x is None else r(x).swapaxes(1, 2)[..., None] for x in (dlse, dentropy))
+    do, (dl, dh) = (
+        r(do).swapaxes(1, 2),
+        (0 if x is None else r(x).swapaxes(1, 2)[..., None] for x in (dlse, opt.dentropy)),
+    )
     o = r(product(r(rows.p * rows.keep), v, rows.allowed))
     with np.errstate(invalid="ignore", over="ignore"):
         p = r(np.where(rows.allowed, np.exp(rows.s - np.where(rows.lse == -np.inf, 0, rows.lse)), 0))
@@ -92,14 +95,6 @@ def both(
 
 def _outputs(rows: Weights, o: Array) -> Pair:
     return o.swapaxes(1, 2), rows.lse[..., 0].swapaxes(1, 2)
-
-
-def max_and_entropy(q: Array, k: Array, mask: Any = None, **options: Any) -> Pair:
-    """The largest score of the allowed keys, and the entropy of all weights, [B, Tq, Hq]."""
-    q, k, _, r = by_head(q, k, k, options)
-    rows = weights_of(q, k, mask, OracleOptions(**options), r)
-    entropy = r(logs_of_weights(rows.s, rows.sink, rows.lse)[1][..., 0])
-    return rows.s.max(-1, initial=-np.inf).swapaxes(1, 2), entropy.swapaxes(1, 2)
 
 
 def weights(q: Array, k: Array, mask: Any = None, **options: Any) -> Array:

@@ -11,6 +11,7 @@ import saccade
 from saccade import mask as masks
 from saccade import reference
 from saccade.arrays import numpy_dtype
+from saccade.reference_more import max_and_entropy
 from saccade.testing import cases, run
 from saccade.testing.compare import measure, require
 from saccade.testing.fuzz import random_case, random_dtype
@@ -59,7 +60,7 @@ def test_only_the_results_that_are_asked_for(backend, layout, lse, grad) -> None
     x = make(cases.by_name("heads-gqa"))
     q, k, v = (a.swapaxes(1, 2) if layout == "bhtd" else a for a in (x.q, x.k, x.v))
     options = {"return_lse": lse, "layout": layout, "backend": backend}
-    top, entropy = reference.max_and_entropy(x.q, x.k, x.mask)
+    top, entropy = max_and_entropy(x.q, x.k, x.mask)
     for names in (("max",), ("entropy",), ("max", "entropy")):
         o, *rows = saccade.attention(q, k, v, x.mask, **{f"return_{name}": True for name in names}, **options)
         assert len(rows) == lse + len(names)
@@ -149,14 +150,14 @@ def test_pages_and_codes(backend, rng) -> None:
         cache = saccade.KVCache(1, 90, 2, 32, quantised=how)
         cache.append(k, v)
         got = saccade.decode(q, cache, **BOTH, backend=backend)
-        top, entropy = reference.max_and_entropy(q, cache.numbers()[0], masks.causal())
+        top, entropy = max_and_entropy(q, cache.numbers()[0], masks.causal())
         np.testing.assert_allclose(got[1], top, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(got[2], entropy, rtol=1e-5, atol=1e-5)
     paged = saccade.PagedKVCache(8, 16, 2, 32)
     sequence = paged.add()
     paged.append([sequence], k[0], v[0])
     got = saccade.decode(q, paged.view([sequence]), **BOTH, backend=backend)
-    top, entropy = reference.max_and_entropy(q, k, masks.causal())
+    top, entropy = max_and_entropy(q, k, masks.causal())
     np.testing.assert_allclose(got[1], top, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(got[2], entropy, rtol=1e-5, atol=1e-5)
 
@@ -166,7 +167,7 @@ def test_selected_keys(backend, rng) -> None:
     k, v = k[:, :, :2], v[:, :, :2]
     mask = masks.causal() & masks.select(rng.integers(-1, 5, (1, 2, 40, 3)).astype(np.int32), 8)
     o, lse, *of_rows = saccade.attention(q, k, v, mask, return_lse=True, **BOTH, backend=backend)
-    ref = reference.max_and_entropy(q, k, mask)
+    ref = max_and_entropy(q, k, mask)
     for name, a, b in zip(("max", "entropy"), of_rows, ref, strict=True):
         require([measure(name, a, b, b, np.float32)], name)
     of = {"entropy": of_rows[1], "dentropy": np.ones_like(lse)}

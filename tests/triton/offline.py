@@ -158,13 +158,10 @@ def of_hopper(mask: str, D: int, dtype: str = "bfloat16", wide: bool = False) ->
 
 
 def of_branch(
-    mask: str, Tq: int = 300, D: int = 64, dtype: str = "float32", chip: str = "sm_90", more: bool = False,
-    **options: Any,
-) -> dict[str, Taken]:  # fmt: skip
-    """The resources of forward and backward, or of decode for few queries, with a mask and options.
-
-    more: with the maximum and the entropy of each row, and its gradient.
-    """
+    mask: str, Tq: int = 300, D: int = 64, dtype: str = "float32", chip: str = "sm_90", **options: Any
+) -> dict[str, Taken]:
+    """The resources of forward and backward, or of decode for few queries; more: with maximum and entropy of rows."""
+    more = options.pop("more", False)
     p = Problem(
         2, Tq, 300, 4, 2, D, D, dtype=dtype, device=f"cuda:{chip}", mask=parse(mask),
         scores=Scores(scale=0.1, **options), needs_grad=True, return_max=more, return_entropy=more,
@@ -216,13 +213,7 @@ def of_pages(
 
 
 def of_latent(
-    Tq: int,
-    kind: str | None = None,
-    heads: int = 128,
-    dtype: Any = torch.bfloat16,
-    chip: str = "sm_90",
-    *,
-    apart: bool = False,
+    Tq: int, kind: str | None = None, heads: int = 128, dtype: Any = torch.bfloat16, chip: str = "sm_90", **more: bool
 ) -> dict[str, Taken]:
     """The resources of decode, or of the forward for more queries, with latent rows of DeepSeek-V3's sizes.
 
@@ -237,9 +228,9 @@ def of_latent(
     q, o = (torch.empty(2, Tq, heads, n, dtype=dtype) for n in (576, 512))
     extras = Extras(lengths=torch.zeros(2, dtype=torch.int32), k_scale=cache.k_scale, v_scale=cache.v_scale)
     with recorded(chip) as found:
-        v = cache.v.contiguous() if apart else cache.v
+        v = cache.v.contiguous() if more.get("apart") else cache.v
         call = launch.AttentionLaunch(p, plan, Inputs(q, cache.k, v, extras))
-        assert call.columns == (512, not apart)
+        assert call.columns == (512, not more.get("apart"))
         (launch_decode.decode if Tq < 8 else launch.forward)(call, o, torch.empty(2, Tq, heads))
     return found
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from .. import reference
 from ..arrays import numpy_dtype
+from ..reference_more import max_and_entropy
 from .compare import Met, measure_all
 from .inputs import ORIGIN, CaseInputs
 
@@ -31,7 +32,7 @@ def expected(x: CaseInputs, dtype: Any = np.float64, *, backward: bool = True, m
     options = {**x.scores, **x.added, "origin": ORIGIN, "sinks": x.sinks, "stop": x.stop, "dtype": dtype}
     of_rows: dict[str, Array] = {}
     if more:
-        of_rows["max"], of_rows["entropy"] = reference.max_and_entropy(x.q, x.k, x.mask, **options)
+        of_rows["max"], of_rows["entropy"] = max_and_entropy(x.q, x.k, x.mask, **options)
     if not backward:
         o, lse = reference.forward(x.q, x.k, x.v, x.mask, **options)
         return {"o": o, "lse": lse, "o_alone": o, **of_rows}

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays import numpy_dtype
-from ..reference_tangents import tangents
+from ..reference_more import tangents
 from .compare import Met, measure_all
 from .inputs import ORIGIN, CaseInputs
 from .run import MOST_ORDERS, ORDERS

@@ -1,4 +1,4 @@
-"""The float64 oracle of forward-mode derivatives: the tangents of o and lse by dense formulas."""
+"""The float64 oracle, by dense formulas, of further results: maximum and entropy of rows, and tangents of o and lse."""
 
 from __future__ import annotations
 
@@ -8,15 +8,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .reference import OracleOptions, by_head, product, weights_of
+from .reference import OracleOptions, Pair, by_head, product, weights_of
+from .reference_softmax import logs_of_weights
 from .reference_terms import terms_by_position
 
 Array = NDArray[Any]
 
 
-def tangents(
-    moved: Mapping[str, Array], q: Array, k: Array, v: Array, mask: Any = None, **options: Any
-) -> tuple[Array, Array]:
+def max_and_entropy(q: Array, k: Array, mask: Any = None, **options: Any) -> Pair:
+    """The largest score of the allowed keys, and the entropy of all weights, [B, Tq, Hq]."""
+    q, k, _, r = by_head(q, k, k, options)
+    rows = weights_of(q, k, mask, OracleOptions(**options), r)
+    entropy = r(logs_of_weights(rows.s, rows.sink, rows.lse)[1][..., 0])
+    return rows.s.max(-1, initial=-np.inf).swapaxes(1, 2), entropy.swapaxes(1, 2)
+
+
+def tangents(moved: Mapping[str, Array], q: Array, k: Array, v: Array, mask: Any = None, **options: Any) -> Pair:
     """(do [B, Tq, Hq, Dv], dlse [B, Tq, Hq]) of `reference.forward`, each step rounded to `dtype`.
 
     moved: the tangents by name, of q, k, v, bias, slopes, sinks, table and log_f; zero where missing.
