@@ -196,6 +196,7 @@ def sections() -> dict[str, list[Row]]:
             Row("decode, 1 query and 4096 keys", attention(Tq=1, Tk=4096, Hk=2)),
             Row("no query, no key", attention(Tq=0, Tk=0)),
             Row("selected keys", attention(mask=select(np.zeros((2, 8, 64, 4), np.int32), 16))),
+            Row('`deterministic="batch"`', attention(deterministic="batch")),
         ],
         "Scores": [
             Row(what, attention(scores=Scores(**changes)))

@@ -33,7 +33,7 @@ def attention(
     dropout: float = 0.0,
     seed: Any = None,
     descale: Any = None,
-    deterministic: bool = True,
+    deterministic: bool | str = True,
     return_lse: bool = False,
     return_max: bool = False,
     return_entropy: bool = False,
@@ -65,7 +65,8 @@ def attention(
         descale: the factors of 8-bit q, k and v, each float32 [H] or [B, H] and positive: a stored x means
             factor * x. 8-bit floats need them; o is then bfloat16. Forward only.
         deterministic: True gives the same bits for the same input, with any number of threads. False allows faster
-            kernels that do not.
+            kernels that do not. "batch" also makes the bits of each row independent of the rest of the batch, of the
+            chunks and pages of a prompt, and of the function that computes it (docs/reproducible.md; He et al., 2025).
         return_lse: also return lse, which is differentiable.
         return_max: also return the largest score of each row, for QK-clip (Kimi K2, 2025). It has no gradient.
         return_entropy: also return the entropy of each row's weights. It has first derivatives.
@@ -125,7 +126,7 @@ def attention_backward(
     dropout: float = 0.0,
     seed: Any = None,
     descale: Any = None,
-    deterministic: bool = True,
+    deterministic: bool | str = True,
     grads: Iterable[str] | None = None,
     layout: str = DEFAULT,
     backend: str | None = None,
@@ -187,6 +188,7 @@ def decode(
     softcap: float | None = None,
     sinks: Any = None,
     bias: Any = None,
+    deterministic: bool | str = True,
     return_lse: bool = False,
     return_max: bool = False,
     return_entropy: bool = False,
@@ -205,8 +207,8 @@ def decode(
         mask: as in `attention`, in addition to the lengths of the cache and to `causal`.
         causal: True hides keys after a query's own position, with any mask. False lets all queries see all keys that
             the mask allows, as in cross-attention.
-        scale, softcap, sinks, bias, backend, return_lse and others: as in `attention`. Tk is the capacity of the cache;
-            for `PagedKeys`, of one row of the block table. A latent cache needs a scale.
+        scale, softcap, sinks, bias, deterministic, backend, return_lse and others: as in `attention`. Tk is the
+            capacity of the cache; for `PagedKeys`, of one row of the block table. A latent cache needs a scale.
         layout: of q and the results, as in `attention`. The cache keeps its own layout.
 
     Returns:
@@ -234,8 +236,9 @@ def decode(
     framework, request = _framework(q), PLAIN
     mask = of_decode(mask, q, causal)
     more = return_max or return_entropy
-    if more or not (mask is scale is softcap is bias is sinks is backend is None):
-        options = Options(scale, softcap, backend=backend, return_max=return_max, return_entropy=return_entropy)
+    if more or not (mask is scale is softcap is bias is sinks is backend is None and deterministic is True):
+        options = _options(scale, softcap, 0.0, None, deterministic, backend)
+        options = options._replace(return_max=return_max, return_entropy=return_entropy)
         request = _request(mask, bias, sinks, options, None)
         if type(bias) is Bias and bias.prune is not None:
             raise ValueError("gates of decode have prune; expected none: it is for attention and attention_backward")
@@ -256,8 +259,9 @@ def of_decode(mask: Mask | None, q: Any, causal: bool) -> Mask | None:
 
 
 def _options(scale: Any, softcap: Any, dropout: Any, descale: Any, deterministic: Any, backend: Any) -> Options:
-    if type(deterministic) is not bool:
-        raise TypeError(f"deterministic is {deterministic!r}; expected True or False")
+    if type(deterministic) is not bool and deterministic != "batch":
+        error = ValueError if isinstance(deterministic, str) else TypeError
+        raise error(f'deterministic is {deterministic!r}; expected True, False or "batch"')
     return Options(scale, softcap, dropout, descale, deterministic, backend)
 
 

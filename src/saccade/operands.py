@@ -59,7 +59,7 @@ class Options(NamedTuple):
     softcap: float | None = None
     dropout: float = 0.0
     descale: Any = None
-    deterministic: bool = True
+    deterministic: bool | str = True
     backend: str | None = None
     origin: int = 0
     summed: bool = False

@@ -62,6 +62,7 @@ OPTIONS = {
     "source": "keys in pages",
     "quantised": "keys and values as codes",
     "select": "selected keys",
+    "batch": 'deterministic="batch"',
     "return_max": "return_max",
     "return_entropy": "return_entropy",
 }
@@ -125,15 +126,20 @@ class Problem:
     quantised: Quantised | None = None
     device: str = "cpu"
     needs_grad: bool = False
-    deterministic: bool = True
+    deterministic: bool | str = True
     return_max: bool = False
     return_entropy: bool = False
 
     @cached_property
     def uses(self) -> frozenset[str]:
         """The options in use, including those of the scores: a backend must support all of them."""
-        of_mask = frozenset() if self.selection is None else frozenset({"select"})
-        return self.scores.uses | in_use(self, _NO_OPTIONS) | of_mask
+        more = {"select": self.selection is not None, "batch": self.batch_invariant}
+        return self.scores.uses | in_use(self, _NO_OPTIONS) | {name for name, used in more.items() if used}
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether no bit of a row may depend on the batch around it, on chunks, on pages, or on the verb."""
+        return self.deterministic == "batch"
 
     @cached_property
     def selection(self) -> Selection | None:
@@ -154,7 +160,7 @@ class Problem:
     @property
     def few_pairs(self) -> bool:
         """Whether a backward refines lse and delta per row, by two more products: errors are visible in short rows."""
-        return self.Tq * self.Tk <= FEW_PAIRS
+        return not self.batch_invariant and self.Tq * self.Tk <= FEW_PAIRS
 
     @cached_property
     def accumulator(self) -> str:
@@ -219,10 +225,9 @@ def describe(
         gates=side.log_f is not None and check_gates(side.log_f, B, Tk, Hq, q.device),
         dropout=dropout_of(options.dropout),
     )
-    needs_grad, deterministic = grads is not None, bool(options.deterministic)
-    sizes = B, Tq, Tk, Hq, Hk, D, Dv
-    more = bool(options.return_max), bool(options.return_entropy)
-    return Problem(*sizes, dtype, mask, scores, source, quantised, q.device, needs_grad, deterministic, *more)
+    sizes, needs_grad = (B, Tq, Tk, Hq, Hk, D, Dv), grads is not None
+    more = options.deterministic, bool(options.return_max), bool(options.return_entropy)
+    return Problem(*sizes, dtype, mask, scores, source, quantised, q.device, needs_grad, *more)
 
 
 def check_selection(mask: Mask | None, Hk: int) -> None:

@@ -39,7 +39,8 @@ INVENTED = {
     "twist": Twisted(1, 256, 256, 4, 4, 64, 64, dtype="bfloat16", scores=Scores(scale=0.1), twist=1),
 }
 EVERY_OPTION = replace(
-    PLAIN, source="paged", return_max=True, return_entropy=True, mask=saccade.mask.select([[[[0]]]]),
+    PLAIN, source="paged", deterministic="batch", return_max=True, return_entropy=True,
+    mask=saccade.mask.select([[[[0]]]]),
     quantised=saccade.KVCache(1, 1, 1, 8, quantised="int8").quantised,
     scores=Scores(softcap=1.0, sinks=True, bias=(1, 1, 1, 1), alibi=(1, 4), relative=(1, 4), gates=True, dropout=0.5),
 )  # fmt: skip

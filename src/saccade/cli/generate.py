@@ -40,6 +40,7 @@ def generate(
     window: Annotated[int, typer.Option(help="Keep only the keys of this many last tokens; 0 keeps all.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     chunk: Annotated[int, typer.Option(help="Tokens of the prompt read at a time.")] = 256,
+    rows: Annotated[int, typer.Option(help="Tokens of each pass of --prompts, so that texts ignore the batch.")] = 0,
     dtype: Annotated[str, typer.Option(help="Dtype of weights and keys: float32 or bfloat16.")] = "float32",
     quantised: Annotated[str | None, typer.Option(help="Store keys and values as int8, fp8 or int4 codes.")] = None,
     draft: Annotated[
@@ -54,7 +55,7 @@ def generate(
     """
     share_cores()
     numbers = {"tokens": tokens, "batch": batch, "chunk": chunk, "window": window, "sinks": sinks, "seed": seed}
-    numbers |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    numbers |= {"rows": rows, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     with show.plain_errors("generate", "train"):
         check_options(prompt, prompts, dtype, numbers, backend)
         net, tokenizer = loaded(model, dtype)
@@ -69,7 +70,7 @@ def generate(
         options = dict[str, Any](seed=seed, first=first, chunk=chunk, backend=backend, quantised=quantised)
         options["draft"] = drafts = Draft.of(draft)
         if prompts is not None:
-            served = serve(net, begun, tokens, sampler, batch=batch, **options)
+            served = serve(net, begun, tokens, sampler, batch=batch, rows=rows or None, **options)
             print_served(served, tokenizer, texts, begun, drafts, as_json=as_json)
             return
         done = [list(ids) for ids in begun]
@@ -126,6 +127,8 @@ def check_options(
         raise ValueError("both --prompt and --prompts are given; expected one of them")
     if prompts is not None and numbers["window"]:
         raise ValueError("--window is for --prompt; prompts of a file share pages, which are not shortened")
+    if prompts is None and numbers["rows"]:
+        raise ValueError("--rows is for --prompts, which share a running batch")
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"--dtype is {dtype!r}; expected 'float32' or 'bfloat16'")
     checked_backend(backend)

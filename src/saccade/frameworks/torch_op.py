@@ -27,8 +27,10 @@ QKV = "Tensor q, Tensor k, Tensor v"
 SIDE = ", ".join(f"Tensor? {name}" for name in Side._fields)
 REST = (
     f"str structure, SymInt[] ints, Tensor[] data, {SIDE}, Tensor? seed, float? scale, float? softcap, float dropout, "
-    "bool deterministic, str? backend"
+    "str deterministic, str? backend"
 )
+# the values of the operator's argument, which has one type
+_DETERMINISTIC: dict[str, bool | str] = {str(value): value for value in (True, False, "batch")}
 OF_SIDE = ", ".join(f"Tensor d{name}" for name in Side._fields)
 FORWARD = Signature("forward", f"{QKV}, {REST}, bool decode", "Tensor o, Tensor lse")
 # results that are not asked for are empty
@@ -64,7 +66,7 @@ def arguments(request: Request) -> list[Any]:
     """The operator arguments of REST; the request's seed is a tensor or None."""
     mask, side, options, seed = request
     numbers = options.scale, options.softcap, options.dropout
-    return [*split(mask), *side, seed, *numbers, options.deterministic, options.backend]
+    return [*split(mask), *side, seed, *numbers, str(options.deterministic), options.backend]
 
 
 def _rest(a: Any) -> list[Any]:
@@ -80,7 +82,7 @@ def _side(a: Any) -> Side:
 def _options(a: Any) -> Options:
     entropy = getattr(a, "return_entropy", False) or getattr(a, "dentropy", None) is not None
     more = {"return_max": getattr(a, "return_max", False), "return_entropy": entropy}
-    return Options(a.scale, a.softcap, a.dropout, None, a.deterministic, a.backend, **more)
+    return Options(a.scale, a.softcap, a.dropout, None, _DETERMINISTIC[a.deterministic], a.backend, **more)
 
 
 def _planned(a: Any, grads: frozenset[str] | None = None) -> Any:

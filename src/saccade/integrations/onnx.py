@@ -72,6 +72,8 @@ def _attention(*arguments: Any) -> Any:
     for name in ("sinks", "table", "log_f"):
         if getattr(a, name) is not None:
             raise _unsupported(f"its Attention has no {name}: leave it out")
+    if a.deterministic == "batch":
+        raise _unsupported('it promises no bits, as deterministic="batch" does: leave it out')
     if a.dropout:
         raise _unsupported("its Attention has no dropout: export model.eval() with dropout=0")
     if a.scale is not None and a.scale <= 0:

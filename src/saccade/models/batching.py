@@ -13,6 +13,7 @@ from torch import Tensor
 from ..caches.prefixes import PrefixCache
 from .blocks import Decoder, PagedTokens
 from .drafts import Draft, Text, Tree, depth_of, walk
+from .experts import Experts
 from .sampling import Sampler, allow, check_lengths
 
 
@@ -63,6 +64,7 @@ def serve(
     seed: int = 0,
     first: np.ndarray | None = None,
     chunk: int = 256,
+    rows: int | None = None,
     quantised: str | None = None,
     draft: str | Draft | None = None,
     backend: str | None = None,
@@ -74,12 +76,17 @@ def serve(
     one takes its place. It shares the pages of the longest prefix that it has in common with a running prompt, or with
     a prompt that has ended and whose pages were not reused (`PrefixCache`). Draws depend on the seed and the prompt's
     number, not on the other prompts.
+    rows: compute exactly so many tokens in each pass, the last ones as padding, and attention with
+    deterministic="batch". A text then has the same tokens with any other prompts, if the matrix products of the linear
+    layers give a row the same bits in any place among these rows. A pass costs as much as one with `rows` tokens.
     prompts, first, quantised: as in `generate`. draft: likewise, with one branch; the draws are the same, too.
 
-    Raises ValueError for a batch or page_size below 1, for a draft with branches, and as `generate` does.
+    Raises ValueError for a batch or page_size below 1, for fewer rows than `batch`, for rows with a draft, for a draft
+    with branches, and as `generate` does.
     """
     if batch < 1 or page_size < 1:
         raise ValueError(f"batch is {batch} and page_size {page_size}; expected at least 1 of both")
+    _check_rows(model, rows, batch, draft)
     check_lengths(model, prompts, tokens, first, chunk)
     if not tokens:
         yield from ((n, []) for n in range(len(prompts)))
@@ -96,21 +103,22 @@ def serve(
         while waiting and len(running) < batch:
             number, prompt = waiting.pop()
             running.append(_start(number, Text(prompt, tokens, model.config.ends, draft), begins, seed))
-        taken = [one.take(chunk) for one in running]
+        taken = _taken(running, chunk, rows)
         cu = np.concatenate([[0], np.cumsum([len(some) for some in taken])])
         sequences = [one.sequence for one in running]
         wanted = [_wanted(len(one.known), len(some), page_size) for one, some in zip(running, taken, strict=True)]
         begins.free(sum(wanted))
-        flat = torch.tensor([token for some in taken for token in some])[None]
-        hidden = model.hidden(flat, caches=[PagedTokens(x, sequences, cu) for x in layers], backend=backend)[0]
+        flat = _padded([token for some in taken for token in some], rows)[None]
+        order = True if rows is None else "batch"
+        hidden = model.hidden(flat, caches=[PagedTokens(x, sequences, cu, order) for x in layers], backend=backend)[0]
         counts = [len(one.tree.tokens) for one in running]
         at = np.concatenate([np.arange(end - n, end) for n, end in zip(counts, cu[1:], strict=True)])
-        logits = model.logits(hidden[torch.from_numpy(at)]).split(counts)
-        for one, some, rows in zip(list(running), taken, logits, strict=True):
+        logits = model.logits(hidden[_padded(at, rows)])[: len(at)].split(counts)
+        for one, some, after in zip(list(running), taken, logits, strict=True):
             reading = bool(one.unread)
             if reading and first is not None:
-                rows = allow(rows, first[one.number : one.number + 1])
-            rejected = one.advance(some, rows, sampler)
+                after = allow(after, first[one.number : one.number + 1])
+            rejected = one.advance(some, after, sampler)
             for x in layers if rejected else ():
                 x.crop(one.sequence, len(one.known))
             if reading or one.text.done:
@@ -120,6 +128,35 @@ def serve(
                 for x in layers:
                     x.remove(one.sequence)
                 yield one.number, one.text.drawn
+
+
+def _check_rows(model: Decoder, rows: int | None, batch: int, draft: object) -> None:
+    if rows is None:
+        return
+    if rows < batch:
+        raise ValueError(f"rows is {rows}; expected at least {batch}, a token of each prompt of the batch")
+    if draft is not None:
+        raise ValueError(f"rows is {rows} with a draft; expected one of them: other prompts leave less room for drafts")
+    if any(isinstance(module, Experts) for module in model.modules()):
+        raise ValueError(f"rows is {rows} for a model with experts; expected None: experts have rows of their own")
+
+
+def _taken(running: Sequence[_Running], chunk: int, rows: int | None) -> list[list[int]]:
+    # the tokens of each prompt that the next pass reads: one of each, and more while there are rows
+    if rows is None:
+        return [one.take(chunk) for one in running]
+    taken, left = list[list[int]](), rows - len(running)
+    for one in running:
+        taken.append(one.take(min(chunk, 1 + left)))
+        left -= len(taken[-1]) - 1
+    return taken
+
+
+def _padded(numbers: Sequence[int] | np.ndarray, rows: int | None) -> torch.Tensor:
+    # int64 [rows], zeros after the numbers
+    padded = torch.zeros(len(numbers) if rows is None else rows, dtype=torch.int64)
+    padded[: len(numbers)] = torch.as_tensor(numbers)
+    return padded
 
 
 def _start(number: int, text: Text, begins: PrefixCache, seed: int) -> _Running:

@@ -65,7 +65,12 @@ def plain(x: CaseInputs, *, backward: bool = True, more: bool = False, orders: i
 
 
 def computed(
-    x: CaseInputs, backend: str | None = None, *, backward: bool = True, more: bool = False
+    x: CaseInputs,
+    backend: str | None = None,
+    *,
+    backward: bool = True,
+    more: bool = False,
+    deterministic: bool | str = True,
 ) -> dict[str, Array]:
     """The same as `expected`, by the public calls, as NumPy arrays."""
     import saccade
@@ -74,6 +79,7 @@ def computed(
 
     attend, differentiate = (converted(f, backend or "") for f in (saccade.attention, saccade.attention_backward))
     options: dict[str, Any] = {**x.scores, "backend": backend, "sinks": x.sinks, "bias": x.bias_argument}
+    options["deterministic"] = deterministic
     flags = {"return_max": more, "return_entropy": more}
     results = attend(x.q, x.k, x.v, x.mask, return_lse=True, **flags, **options)
     out: dict[str, Array] = dict(zip(RESULTS, results, strict=False))

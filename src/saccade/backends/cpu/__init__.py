@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...arrays import narrow
+from ...invariance import not_invariant
 from ...plan import Limits, Plan, make_plan, positions
 from ...problem import Problem, not_with_select
 from ...quantised import Quantised
@@ -59,13 +60,13 @@ SCORES = {"softcap", "sinks", "bias", "alibi", "relative", "gates", "dropout"}
 STORED = {"source", "quantised"}
 RESULTS = {"return_max", "return_entropy"}
 TAKES = {
-    "forward": {*SCORES, *STORED, *RESULTS, "select"},
-    "decode": {*SCORES, *STORED, *RESULTS, "select"},
-    "backward": {*SCORES, *RESULTS, "select"},
+    "forward": {*SCORES, *STORED, *RESULTS, "select", "batch"},
+    "decode": {*SCORES, *STORED, *RESULTS, "select", "batch"},
+    "backward": {*SCORES, *RESULTS, "select", "batch"},
     "tangent": SCORES,
 }
 # options of calls that `direct` supports
-DIRECT = {"softcap"}
+DIRECT = {"softcap", "batch"}
 THREADS = threads
 CARRIER = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": np.uint16}
 # the core's numbers for the kinds of codes
@@ -119,7 +120,7 @@ def unsupported(problem: Problem) -> list[str]:
     reasons = elsewhere(problem.device, problem.dtype)
     if max(problem.D, problem.Dv) > LARGEST_HEAD:
         reasons.append(f"head sizes are D = {problem.D} and Dv = {problem.Dv}: at most {LARGEST_HEAD}")
-    return reasons + not_with_select(problem)
+    return reasons + not_with_select(problem) + not_invariant(problem)
 
 
 def forward(problem: Problem, plan: Plan, inputs: Inputs, *, out_dtype: str | None = None) -> tuple[Array, ...]:
@@ -263,7 +264,8 @@ def _core_parts(plan: Plan) -> list[Any]:
 
 
 def _options(p: Problem) -> Any:
-    return _core.Options(p.B, p.Tq, p.Tk, p.Hq, p.Hk, p.D, p.Dv, p.scores.scale, p.scores.softcap, p.scores.dropout)
+    s, ranges = p.scores, limits(p).split_least if p.batch_invariant else 0
+    return _core.Options(p.B, p.Tq, p.Tk, p.Hq, p.Hk, p.D, p.Dv, s.scale, s.softcap, s.dropout, ranges)
 
 
 _NO_EXTRA = _core.Extra(None, None, None, None, None, 0, 0)

@@ -7,7 +7,18 @@ class Part:
 
 class Options:
     def __init__(
-        self, B: int, Tq: int, Tk: int, Hq: int, Hk: int, D: int, Dv: int, scale: float, softcap: float, dropout: float
+        self,
+        B: int,
+        Tq: int,
+        Tk: int,
+        Hq: int,
+        Hk: int,
+        D: int,
+        Dv: int,
+        scale: float,
+        softcap: float,
+        dropout: float,
+        range: int,
     ) -> None: ...
 
 class Extra:

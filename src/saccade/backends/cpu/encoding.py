@@ -21,6 +21,8 @@ def _words(*numbers: int) -> NDArray[np.int32]:
 
 
 def _of_part(p: Part) -> list[NDArray[np.int32]]:
+    # entries of classes occur only with deterministic="batch", which the calls that bring their plan along refuse
+    assert p.entry is None
     sizes = _words(p.step, len(p.nq), p.n_tiles, len(p.masks), p.Bm, len(p.head))
     arrays = p.q_start, p.k_start, p.nq, p.nk, p.head, p.ranges.ptr, p.ranges.seg
     return [sizes, *(x.reshape(-1) for x in arrays), *(x for mask in p.masks for x in _of_mask(mask))]

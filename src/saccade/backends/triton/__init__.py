@@ -23,7 +23,7 @@ try:
     import triton  # noqa: F401 # pyright: ignore[reportUnusedImport]
 except ImportError as error:
     raise Unsupported("triton", [f"it needs the package {error.name}: pip install 'saccade[triton]'"]) from error
-from . import hopper, launch, launch_backward, launch_decode, on_device, versions
+from . import hopper, launch, launch_backward, launch_decode, on_device, support, versions
 from .chip import chip_of, elsewhere, interpreted, multiprocessors, on
 from .replay import AttentionRecorder, Recorder, Replay
 from .support import describe as describe
@@ -40,7 +40,7 @@ if interpreted():
 
 SCORES = {"softcap", "sinks", "bias", "alibi", "relative", "gates", "dropout"}
 RESULTS = {"return_max", "return_entropy"}
-EVERY_VERB = {*SCORES, *RESULTS, "select"}
+EVERY_VERB = {*SCORES, *RESULTS, "select", "batch"}
 STORED = {"source", "quantised"}
 TAKES = dict.fromkeys(("forward", "decode"), EVERY_VERB | STORED) | {"backward": EVERY_VERB, "tangent": SCORES}
 # options of calls whose keys may be reordered: none of them depends on the order of the keys
@@ -56,11 +56,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def limits(problem: Problem) -> Limits:
     """Tiles of the forward kernel, and enough splits of few queries to fill the chip."""
-    chip = chip_of(problem.device)
-    forward = tile_of("forward", chip, problem)
-    splits = {"few_queries": 16, "lanes": 2 * multiprocessors(problem.device), "split_least": SPLIT_LEAST}
-    name, order = f"triton {chip}", gathers(problem)
-    return Limits(name, forward.BM, forward.BN, quantum=forward.BN, least_q=LEAST, gathers=order, **splits)
+    forward = tile_of("forward", chip := chip_of(problem.device), problem)
+    name, tiles = f"triton {chip}", (forward.BM, forward.BN)
+    if problem.batch_invariant:
+        return Limits(name, *tiles, quantum=forward.BN, tests_all=True, few_queries=0)
+    splits: Any = {"few_queries": 16, "lanes": 2 * multiprocessors(problem.device), "split_least": SPLIT_LEAST}
+    return Limits(name, *tiles, quantum=forward.BN, least_q=LEAST, gathers=gathers(problem), **splits)
 
 
 def gathers(p: Problem) -> bool:
@@ -71,7 +72,7 @@ def gathers(p: Problem) -> bool:
 def plan(problem: Problem) -> Plan:
     """The plan of a problem; the arrays of a mask on the device stay there."""
     wanted = limits(problem)
-    part: Any = on_device.part_of(problem, wanted.tile_q)
+    part: Any = None if problem.batch_invariant else on_device.part_of(problem, wanted.tile_q)
     return make_plan(problem, wanted, None if part is None else (part,))
 
 
@@ -86,7 +87,7 @@ def unsupported(problem: Problem) -> list[str]:
     if most < problem.D or problem.Dv > LARGEST_HEAD:
         limits = f"at most {LARGEST_HEAD}, or D of {LARGEST_LATENT} without gradients"
         reasons.append(f"head sizes are D = {problem.D} and Dv = {problem.Dv}: {limits}")
-    reasons += not_with_select(problem)
+    reasons += not_with_select(problem) + support.not_invariant(problem)
     chip = chip_of(problem.device)
     if problem.quantised and problem.quantised.kind == "fp8" and (chip[:3] != "sm_" or int(chip[3:]) < 89):
         reasons.append("only NVIDIA chips from sm_89 on read 8-bit floats: store int8")

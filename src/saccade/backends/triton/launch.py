@@ -128,10 +128,10 @@ class AttentionLaunch(Launches):
         """Gradients of keys or values, back in the caller's order."""
         return x if self.order is None else x.index_select(1, self.order.back)
 
-    def lists(self, n: int, tile_k: int = 0) -> encoding.Lists:
-        """The lists of part n on the device."""
-        scattered = self.arrays.lists is not None
-        return encoding.of_part(self.plan.parts[n], self.plan, self.device, tile_k, scattered=scattered)
+    def lists(self, n: int, tile_k: int = 0, tile_q: int = 0) -> encoding.Lists:
+        """The lists of part n on the device: of its rows, or of tiles of tile_k keys that read tile_q rows at once."""
+        scattered, rows = self.arrays.lists is not None, tile_q if self.problem.batch_invariant else 0
+        return encoding.of_part(self.plan.parts[n], self.plan, self.device, tile_k, scattered=scattered, rows=rows)
 
     def row_tiles(self, kernel: str, n: int) -> tuple[tiles.Tile, encoding.Lists, int]:
         """The tile of a kernel whose programs own rows, the lists of part n, and the number of programs."""
@@ -236,7 +236,7 @@ def _dq(call: AttentionLaunch, n: int, arrays: Arrays, grads: Gradients, want_sl
 
 def _dkdv(call: AttentionLaunch, n: int, arrays: Arrays, grads: Gradients) -> None:
     p, tile = call.problem, call.tile("dkdv", call.plan.parts[n])
-    at = call.lists(n, tile.BN)
+    at = call.lists(n, tile.BN, tile.BM)
     arrays, results = arrays._replace(words=at.words), KeyGradients(array(grads.dk), array(grads.dv), grads.keys)
     args = arrays, results, call.scores, *call.drop, call.config(tile, at.mask, ADD=n > 0)
     call.start(kernels_backward.dkdv, at.n_tiles * at.n_classes * p.B * p.Hk, *args, tile=tile)

@@ -17,8 +17,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of the arrays of `launch.backward`; adds the gradients that grads names to `more`."""
     problem, (q, k, v) = call.problem, (x.p for x in call.qkv)
-    # with a stride, a key that no row of its class sees has no owner and needs a zero; parts are added in float32
-    new = torch.zeros if call.plan.parts[0].step > 1 else torch.empty
+    # a key that no row of its class sees has no owner and needs a zero; parts are added in float32
+    new = torch.zeros if call.plan.parts[0].step > 1 or problem.batch_invariant else torch.empty
     sums = torch.float32 if len(call.plan.parts) > 1 else dtype
     dq, dk, dv = (new(x.shape, dtype=sums, device=x.device) for x in (q, k, v))
     if not arrays.lse.numel() or not problem.Tk:

@@ -24,6 +24,7 @@ struct Backward : RowSums<typename K::sum> {
     T reference[TILE_Q], dentropy[TILE_Q];  // of the logarithms of P that the entropy's gradient needs, in log2 units
     bool finite;
     bool one_piece;  // all its keys are in one step, which also refines its rows
+    bool refines;    // its rows are refined after a pass over its keys
     int64_t g;
     double slope;
   };
@@ -121,8 +122,9 @@ struct Backward : RowSums<typename K::sum> {
     if (c.dentropy) keep_logs(it, n);
     for (int64_t r = 0; r < n; ++r)
       for (int64_t w = 0; w < it.s.width; w += N) {
-        const vec<T> x = load(s + r * it.s.width + w) * mul;
-        vec<T> e = exp2v((x - load(it.lse + w)) - load(it.lse_low + w));
+        // the product has one use, so that compilers fuse it with the difference in tested and untested tiles alike
+        const vec<T> x = load(s + r * it.s.width + w);
+        vec<T> e = exp2v((x * mul - load(it.lse + w)) - load(it.lse_low + w));
         // a row that may see a NaN has lse NaN; the keys that it must not see still get weight 0
         if (careful) e = x == Low<T>::masked ? vec<T>{} : e;
         store(s + r * it.s.width + w, e);
@@ -218,15 +220,24 @@ struct Backward : RowSums<typename K::sum> {
       }
   }
 
+  // whether the lse of some row has lost the logarithm of its sum
+  bool far(const State& it) const {
+    for (int64_t r = 0; r < it.s.rows; ++r)
+      if (Sums::absorbs(c, row_at(c, it.s, r))) return true;
+    return false;
+  }
+
   // whether gradients can be computed now; false if further parts add to the sums first
   bool refined(const TaskIndex& x, int64_t n) {
     for (int64_t i = 0; i < n; ++i) {
       State& it = items[i];
-      it.one_piece = !c.only_sums && it.seg + 3 == it.seg_end && it.seg[0] / TILE_K == (it.seg[1] - 1) / TILE_K;
-      if (it.one_piece) it.seg = it.seg_end;
+      const bool one_tile = it.seg < it.seg_end && it.seg[0] / TILE_K == (it.seg_end[-2] - 1) / TILE_K;
+      it.one_piece = !c.only_sums && one_tile && (c.range || it.seg + 3 == it.seg_end);
+      it.refines = !it.one_piece && (!c.range || c.dslopes || c.dgates || far(it));
+      if (!it.refines) it.seg = it.seg_end;
     }
     walk(
-        keys.total, items, n, [&](int64_t first, int64_t count) { load_tile(x, first, count); },
+        keys.total, c.range > 0, items, n, [&](int64_t first, int64_t count) { load_tile(x, first, count); },
         [&](State& it, int64_t first, int64_t count, int kind, int64_t at) {
           weights(it, first, count, kind == PARTIAL, at);
           add_sums(it, count);
@@ -234,7 +245,7 @@ struct Backward : RowSums<typename K::sum> {
     for (int64_t i = 0; i < n; ++i) {
       State& it = items[i];
       it.seg = it.first_seg;
-      for (int64_t r = 0; r < it.s.rows && !it.one_piece && !c.only_sums; ++r) {
+      for (int64_t r = 0; r < it.s.rows && it.refines && !c.only_sums; ++r) {
         Sums::refine(c, row_at(c, it.s, r));
         set_row(it, r);
       }
@@ -338,7 +349,7 @@ struct Backward : RowSums<typename K::sum> {
   void gradients(const TaskIndex& x, int64_t n, double* slopes) {
     if (c.sums && !refined(x, n)) return;
     walk(
-        keys.total, items, n, [&](int64_t first, int64_t count) { load_tile(x, first, count); },
+        keys.total, c.range > 0, items, n, [&](int64_t first, int64_t count) { load_tile(x, first, count); },
         [&](State& it, int64_t first, int64_t count, int kind, int64_t at) {
           step(it, first, count, kind == PARTIAL, at);
         });
@@ -376,7 +387,7 @@ struct Backward : RowSums<typename K::sum> {
     Bump bump{scratch};
     Backward f(c, bump, wanted(c));
     const Part& part = *c.part;
-    f.dk = static_cast<T*>(c.partial) + task * sums(c);
+    f.dk = static_cast<T*>(c.partial) + (task - c.first * c.splits) * sums(c);
     f.dv = f.dk + c.Tk * f.ld;
     if (!c.accumulate) __builtin_memset(f.dk, 0, static_cast<size_t>(sums(c)) * sizeof(T));
     const int64_t split = task % c.splits, hk = task / c.splits % c.Hk, b = task / c.splits / c.Hk;
@@ -387,6 +398,7 @@ struct Backward : RowSums<typename K::sum> {
     for (int64_t cls = 0; cls < part.classes; ++cls)
       for (int64_t block = split; block * tiles < part.n_tiles; block += c.splits)
         for (int64_t g0 = 0; g0 < c.G; g0 += heads) {
+          if (part.entry && part.entry[cls] != b) continue;
           const TaskIndex x{b, hk, cls, block, 0};
           f.keys = keys_of(part, cls);
           int64_t n = 0;
@@ -400,7 +412,7 @@ struct Backward : RowSums<typename K::sum> {
   // adds the owners' sums of one (batch, key head) in ascending order
   static void finish_keys(const Call& c, int64_t task) {
     const int64_t ld = round_up(c.D, N), ldv = round_up(c.Dv, N), hk = task % c.Hk, b = task / c.Hk;
-    T* first = static_cast<T*>(c.partial) + task * c.splits * sums(c);
+    T* first = static_cast<T*>(c.partial) + (task - c.first) * c.splits * sums(c);
     for (int64_t j = 0; j < c.Tk; ++j) {
       if (j % 256 == 255) check_stop();
       T *dk = first + j * ld, *dv = first + c.Tk * ld + j * ldv;

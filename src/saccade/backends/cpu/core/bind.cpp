@@ -93,6 +93,7 @@ PlanPart* read_part(nb::handle source) {
   part.k_start = p->ints(source.attr("k_start"));
   part.nq = p->ints(source.attr("nq"));
   part.nk = p->ints(source.attr("nk"));
+  if (!source.attr("entry").is_none()) part.entry = p->ints(source.attr("entry"));
   part.head = p->ints(source.attr("head"));
   part.ptr = p->ints(source.attr("ranges").attr("ptr"));
   part.seg = p->ints(source.attr("ranges").attr("seg"));
@@ -114,6 +115,7 @@ Array broadcast(const A& a) {
 struct Options {
   int64_t B, Tq, Tk, Hq, Hk, D, Dv;
   double scale, softcap, dropout;
+  int64_t range;
 };
 
 struct Extra {
@@ -145,7 +147,7 @@ Array by_distance(const A& a, const Options& o) {
 Call make_call(const Options& o, const Extra& e) {
   Call c;
   c.B = o.B, c.Tq = o.Tq, c.Tk = o.Tk, c.Hq = o.Hq, c.Hk = o.Hk, c.G = o.Hq / o.Hk, c.D = o.D, c.Dv = o.Dv;
-  c.scale = o.scale, c.softcap = o.softcap;
+  c.scale = o.scale, c.softcap = o.softcap, c.range = o.range;
   c.drop_below = static_cast<uint32_t>(o.dropout * 4294967296.0);
   c.keep_scale = 1.0 / (1.0 - o.dropout);
   c.seed[0] = static_cast<uint32_t>(e.seed), c.seed[1] = static_cast<uint32_t>(e.seed >> 32);
@@ -331,8 +333,9 @@ NB_MODULE(_core, m) {
   });
   nb::class_<Options>(m, "Options")
       .def("__init__", [](Options* self, int64_t B, int64_t Tq, int64_t Tk, int64_t Hq, int64_t Hk, int64_t D,
-                          int64_t Dv, double scale, double softcap,
-                          double dropout) { new (self) Options{B, Tq, Tk, Hq, Hk, D, Dv, scale, softcap, dropout}; });
+                          int64_t Dv, double scale, double softcap, double dropout, int64_t range) {
+        new (self) Options{B, Tq, Tk, Hq, Hk, D, Dv, scale, softcap, dropout, range};
+      });
   nb::class_<Extra>(m, "Extra")
       .def(
           "__init__",

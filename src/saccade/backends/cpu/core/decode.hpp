@@ -21,13 +21,13 @@ SACCADE_INLINE T add_lanes(vec<T> x) {
 // one stream. Otherwise one head, whose positions are adjacent.
 SACCADE_INLINE int64_t decode_heads(const Call& c) { return c.k.stride[2] < c.k.stride[1] ? c.Hk : 1; }
 
-template <class K>
+template <class K, int64_t STEP = 32>
 struct Decode {
   using T = typename K::sum;
   static constexpr int N = lanes<T>;
   static constexpr bool PAIRS = Store<K>::per == 2;
-  static constexpr int64_t PIECE = 32;  // keys of one step: with all their heads they fit the L2 cache
-  static constexpr int FEW = 4;         // up to this many rows, each product decodes the codes again
+  static constexpr int64_t PIECE = STEP;  // keys of one step: with all their heads they fit the L2 cache
+  static constexpr int FEW = 4;           // up to this many rows, each product decodes the codes again
 
   // one key head: rows are the query heads of its group times Tq
   struct Head {

@@ -261,7 +261,7 @@ struct Tangent {
       return Span{c, a, x.b, x.hk, f.keys, first, count, width};
     };
     walk(
-        f.keys.total, f.items, n,
+        f.keys.total, false, f.items, n,
         [&](int64_t first, int64_t count) {
           S::load_deep(load(c.k, first, count, c.D), f.kt, false);
           if (f.d.k.data) S::load_deep(load(f.d.k, first, count, c.D), f.dkt, false);

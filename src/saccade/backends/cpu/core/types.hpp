@@ -56,6 +56,7 @@ enum Kind { EMPTY = 0, PARTIAL = 1, FULL = 2 };
 struct Part {
   int step, classes, n_tiles, n_masks, mask_batches;
   const int32_t *q_start, *k_start, *nq, *nk;  // [classes]
+  const int32_t* entry = nullptr;              // [classes]: the batch entry of a class; null if all have it
   const int32_t* head;                         // [Hq] -> mask
   const int32_t* ptr;                          // [classes, n_masks, mask_batches, n_tiles] + 1
   const int32_t* seg;                          // [n, 3]: begin, end, kind, in keys of the class
@@ -105,9 +106,12 @@ struct Call {
   int merge = 0;  // merge with o and lse of an earlier part
   int last = 1;   // sinks are added by the last part
   int splits = 1;
+  int64_t first = 0;  // backward: `partial` has the sums of (batch, key head) from this one on
   int threads = 1;
   int64_t split_keys = 0, n_chunks = 0;
+  int64_t range = 0;        // keys of one partial result, if no bit of a row may depend on the batch; see ordered.hpp
   void* partial = nullptr;  // decode: [B, Hk, n_chunks, rows, partial_width()]; backward: dk, dv sums per owner
+  uint8_t* lost = nullptr;  // ordered decode: [B, Hk], whether the forward must compute the rows
   int accumulate = 0;       // backward: add into dq, dk, dv sums instead of starting from zero
   // backward: (lse in log2 units, delta) of each row, [B, Tq, Hq, 2]; tangents of several parts: three sums
   double* rows = nullptr;
@@ -120,10 +124,11 @@ struct Call {
   // scores are only products
   bool plain() const { return softcap == 0 && !bias.data && !distances.data && !slopes && !gates.data; }
   // whether the pairs are few enough to spend more time on each
-  bool few() const { return Tq * Tk <= 64 * 64; }
+  bool few() const { return !range && Tq * Tk <= 64 * 64; }
   bool wants_more() const { return max || entropy; }
-  // numbers of a row's partial result: sums, m, l, and for more results u of forward.hpp and the exact maximum
-  int64_t partial_width() const { return Dv + (wants_more() ? 4 : 2); }
+  // numbers of a row's partial result: sums, m, l, and for more results u of forward.hpp and the exact maximum; ordered
+  // decode pads the sums to vectors, of at most 16 numbers
+  int64_t partial_width() const { return Dv + (range ? 17 : wants_more() ? 4 : 2); }
   int64_t chain() const { return few() ? CHAIN / 4 : CHAIN; }  // of sums over a head dimension
 };
 
