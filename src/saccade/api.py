@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
-from types import ModuleType
 from typing import Any, NoReturn
-
-import numpy as np
 
 from . import mask as masks
 from .backends import Outputs
 from .biases import Bias, side_of
+from .frameworks import framework_of
 from .keywords import refuse
 from .layout import DEFAULT, heads_first, lse_tokens_first, tokens_first
 from .mask import Mask
@@ -96,15 +93,13 @@ def attention(
     ordinary = scale is softcap is descale is backend is None and deterministic is True
     more = return_max or return_entropy
     if not ordinary or more or type(dropout) is not float or dropout:
-        options = _options(scale, softcap, dropout, descale, deterministic, backend)
+        options = Options(scale, softcap, dropout, descale, _checked(deterministic), backend)
         options = options._replace(return_max=return_max, return_entropy=return_entropy)
     if options is not DEFAULTS or not (mask is bias is sinks is seed is None):
         mask = _pruned(mask, q, k, bias, options)
         request = _request(mask, bias, sinks, options, seed)
-    result = _framework(q).attention(q, k, v, request, "forward" if return_lse or more else "result")
-    if layout != DEFAULT:
-        result = heads_first(*result)
-    return result if return_lse else (result[0], *result[2:]) if more else result[0]
+    result = framework_of(q).attention(q, k, v, request, "forward" if return_lse or more else "result")
+    return _asked_for(result, layout, return_lse, more)
 
 
 def attention_backward(
@@ -158,7 +153,7 @@ def attention_backward(
     if layout != DEFAULT:
         do, q, k, v, o = tokens_first(layout, do, q, k, v, o)
         lse, dlse, entropy, dentropy = lse_tokens_first(lse, dlse, entropy, dentropy)
-    options = _options(scale, softcap, dropout, descale, deterministic, backend)
+    options = Options(scale, softcap, dropout, descale, _checked(deterministic), backend)
     options = options._replace(return_entropy=dentropy is not None)
     request = _request(_pruned(mask, q, k, bias, options), bias, sinks, options, seed)
     side = request.side
@@ -171,7 +166,7 @@ def attention_backward(
     if dropout and seed is None:
         raise ValueError("dropout without a seed: give the seed of the forward call")
     outputs = Outputs(o, lse, do, dlse, None, entropy, dentropy)
-    *first, extras = _framework(q).attention_backward(q, k, v, outputs, request, wanted)
+    *first, extras = framework_of(q).attention_backward(q, k, v, outputs, request, wanted)
     if layout != DEFAULT:
         # swapping tokens and heads is its own inverse
         first = tokens_first(layout, *first)
@@ -233,19 +228,17 @@ def decode(
             f"scale is None; expected the model's scale, because a latent row of {cache.k.shape[-1]} numbers is not a "
             "head of the model: give scale=, such as 192**-0.5 for DeepSeek-V3"
         )
-    framework, request = _framework(q), PLAIN
+    framework, request = framework_of(q), PLAIN
     mask = of_decode(mask, q, causal)
     more = return_max or return_entropy
     if more or not (mask is scale is softcap is bias is sinks is backend is None and deterministic is True):
-        options = _options(scale, softcap, 0.0, None, deterministic, backend)
+        options = Options(scale, softcap, deterministic=_checked(deterministic), backend=backend)
         options = options._replace(return_max=return_max, return_entropy=return_entropy)
         request = _request(mask, bias, sinks, options, None)
         if type(bias) is Bias and bias.prune is not None:
             raise ValueError("gates of decode have prune; expected none: it is for attention and attention_backward")
     result = framework.decode(q, cache, request)
-    if layout != DEFAULT:
-        result = heads_first(*result)
-    return result if return_lse else (result[0], *result[2:]) if more else result[0]
+    return _asked_for(result, layout, return_lse, more)
 
 
 def of_decode(mask: Mask | None, q: Any, causal: bool) -> Mask | None:
@@ -258,11 +251,17 @@ def of_decode(mask: Mask | None, q: Any, causal: bool) -> Mask | None:
     return CAUSAL if mask is None else mask & CAUSAL if isinstance(mask, Mask) else mask
 
 
-def _options(scale: Any, softcap: Any, dropout: Any, descale: Any, deterministic: Any, backend: Any) -> Options:
+def _asked_for(results: tuple[Any, ...], layout: str, lse: bool, more: bool) -> Any:
+    # o, or a tuple of o, lse if asked for, and more
+    o, of_keys, *others = results if layout == DEFAULT else heads_first(*results)
+    return (o, of_keys, *others) if lse else (o, *others) if more else o
+
+
+def _checked(deterministic: Any) -> Any:
     if type(deterministic) is not bool and deterministic != "batch":
         error = ValueError if isinstance(deterministic, str) else TypeError
         raise error(f'deterministic is {deterministic!r}; expected True, False or "batch"')
-    return Options(scale, softcap, dropout, descale, deterministic, backend)
+    return deterministic
 
 
 def _request(mask: Any, bias: Any, sinks: Any, options: Options, seed: Any) -> Request:
@@ -277,30 +276,3 @@ def _pruned(mask: Any, q: Any, k: Any, bias: Any, options: Options) -> Any:
     from .pruning import pruned
 
     return pruned(mask, q, k, bias, options.scale, options.softcap)
-
-
-def _framework(q: Any) -> ModuleType:
-    return _frameworks.get(type(q)) or _find_framework(q)
-
-
-# the framework of each type of array seen so far
-_frameworks: dict[type, ModuleType] = {}
-
-
-def _find_framework(q: Any) -> ModuleType:
-    # torch is looked up, never imported: a tensor exists only after torch was imported
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(q, torch.Tensor):
-        from .frameworks import torch as framework
-    elif isinstance(q, np.ndarray):
-        from .frameworks import numpy as framework
-    elif type(q).__module__ == "saccade.backends.webgpu.arrays":
-        from .frameworks import webgpu as framework
-    elif type(q).__module__ == "mlx.core":
-        from .frameworks import mlx as framework
-    elif "jax" in sys.modules and isinstance(q, sys.modules["jax"].Array):
-        from .frameworks import jax as framework
-    else:
-        raise TypeError(f"q is {type(q).__name__}; expected a torch tensor or a NumPy array [B, Tq, Hq, D]")
-    _frameworks[type(q)] = framework
-    return framework

@@ -241,15 +241,6 @@ def check_selection(mask: Mask | None, Hk: int) -> None:
         raise ValueError("select with per_head is not defined; give select the lists of each key head")
 
 
-def not_with_select(problem: Problem) -> list[str]:
-    """Reasons why kernels of selected keys do not compute a problem: options whose rows they do not know."""
-    if problem.selection is None:
-        return []
-    known = {"softcap", "sinks", "source", "quantised", "select", "return_max", "return_entropy"}
-    names = sorted(OPTIONS[name] for name in problem.uses - known)
-    return [f"selected keys with {name} are not computed: leave one of the two out" for name in names]
-
-
 def check_gradients(problem: Problem, rows: dict[str, Spec]) -> None:
     """Check the arrays that a backward call adds, do, o, lse, dlse and others like lse: shapes, dtypes and devices."""
     for name, spec in rows.items():

@@ -13,7 +13,7 @@ import saccade
 from saccade import Unsupported, backends
 from saccade import mask as masks
 from saccade.arrays import numpy_dtype
-from saccade.invariance import not_invariant
+from saccade.combinations import not_invariant
 from saccade.mask import Mask, causal, documents, padding, window
 from saccade.mask.sequences import sequences
 from saccade.plan import Limits, Plan, make_plan

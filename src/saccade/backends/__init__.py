@@ -66,9 +66,8 @@ class Inputs(NamedTuple):
 class Outputs(NamedTuple):
     """The results of a forward call and their cotangents, which a backward call reads.
 
-    o and do are [B, Tq, Hq, Dv]; lse and dlse are [B, Tq, Hq], and a dlse of None means zero. entropy and dentropy are
-    like them, or both None without a gradient of the entropy. delta, Σ do · o - dlse + dentropy · entropy, is
-    [B, Tq, Hq]; if it is None, the backward call computes it.
+    o, do: [B, Tq, Hq, Dv]. The others are [B, Tq, Hq]: lse; dlse, None for zero; entropy and dentropy, None without a
+    gradient of the entropy; delta = Σ do · o - dlse + dentropy · entropy, which a backward computes if it is None.
     """
 
     o: Any

@@ -17,85 +17,34 @@ from ..backends import Inputs, Outputs
 from ..errors import Unsupported
 from ..operands import Options, Request, Side
 from . import torch_run as run
-from .torch_mask import join, seen, split
+from .torch_arguments import (
+    BACKWARD,
+    COTANGENTS,
+    FORWARD,
+    INPUTS,
+    MORE,
+    SECOND,
+    TANGENT,
+    TANGENTS,
+    options_of,
+    rest_of,
+    side_of,
+    wanted_of,
+)
+from .torch_mask import join, seen
 from .torch_second import second_derivative
 from .torch_signature import Signature
-from .torch_state import drops_tangents, forward_mode_active, transforms_active
+from .torch_state import forward_mode_active, refusing_tangents, transforms_active
 from .torch_vmap import vmap_rule
-
-QKV = "Tensor q, Tensor k, Tensor v"
-SIDE = ", ".join(f"Tensor? {name}" for name in Side._fields)
-REST = (
-    f"str structure, SymInt[] ints, Tensor[] data, {SIDE}, Tensor? seed, float? scale, float? softcap, float dropout, "
-    "str deterministic, str? backend"
-)
-# the values of the operator's argument, which has one type
-_DETERMINISTIC: dict[str, bool | str] = {str(value): value for value in (True, False, "batch")}
-OF_SIDE = ", ".join(f"Tensor d{name}" for name in Side._fields)
-FORWARD = Signature("forward", f"{QKV}, {REST}, bool decode", "Tensor o, Tensor lse")
-# results that are not asked for are empty
-MORE = Signature(
-    "forward_more",
-    f"{QKV}, {REST}, bool decode, bool return_max, bool return_entropy",
-    "Tensor o, Tensor lse, Tensor max, Tensor entropy",
-)
-# gradients of side arrays are empty if `grads` is false for them
-BACKWARD = Signature(
-    "backward",
-    f"Tensor do, Tensor? dlse, Tensor? dentropy, {QKV}, Tensor o, Tensor lse, Tensor? entropy, {REST}, bool[] grads",
-    f"Tensor dq, Tensor dk, Tensor dv, {OF_SIDE}",
-)
-# the gradient of the backward as a function of (do, dlse, q, k, v and the side arrays), which recomputes o and lse
-COTANGENTS = ("gdq", "gdk", "gdv", *(f"gd{name}" for name in Side._fields))
-SECOND = Signature(
-    "second",
-    f"{', '.join(f'Tensor? {name}' for name in COTANGENTS)}, Tensor do, Tensor? dlse, {QKV}, {REST}, bool[] grads",
-    f"Tensor ddo, Tensor ddlse, Tensor dq, Tensor dk, Tensor dv, {OF_SIDE}",
-)
-INPUTS = ("do", "dlse", "q", "k", "v", *Side._fields)
-# the tangents of o and lse from those of q, k, v and the side arrays, None for zero
-TANGENTS = ("tq", "tk", "tv", *(f"t{name}" for name in Side._fields))
-TANGENT = Signature(
-    "tangent",
-    f"{', '.join(f'Tensor? {name}' for name in TANGENTS)}, {QKV}, Tensor o, Tensor lse, {REST}",
-    "Tensor to, Tensor tlse",
-)
-
-
-def arguments(request: Request) -> list[Any]:
-    """The operator arguments of REST; the request's seed is a tensor or None."""
-    mask, side, options, seed = request
-    numbers = options.scale, options.softcap, options.dropout
-    return [*split(mask), *side, seed, *numbers, str(options.deterministic), options.backend]
-
-
-def _rest(a: Any) -> list[Any]:
-    # REST of the arguments of an operator
-    options = a.scale, a.softcap, a.dropout, a.deterministic, a.backend
-    return [a.structure, a.ints, a.data, *_side(a), a.seed, *options]
-
-
-def _side(a: Any) -> Side:
-    return Side(*[getattr(a, name) for name in Side._fields])
-
-
-def _options(a: Any) -> Options:
-    entropy = getattr(a, "return_entropy", False) or getattr(a, "dentropy", None) is not None
-    more = {"return_max": getattr(a, "return_max", False), "return_entropy": entropy}
-    return Options(a.scale, a.softcap, a.dropout, None, _DETERMINISTIC[a.deterministic], a.backend, **more)
 
 
 def _planned(a: Any, grads: frozenset[str] | None = None) -> Any:
-    request = Request(join(a.structure, a.ints, a.data), _side(a), _options(a))
+    request = Request(join(a.structure, a.ints, a.data), side_of(a), options_of(a))
     return run.prepare(a.q, a.k, a.v, request, grads)
 
 
 def _extras(a: Any) -> Any:
-    return run.carried(run.unsigned(a.seed), *_side(a))
-
-
-def _wanted(a: Any) -> frozenset[str]:
-    return frozenset(name for name, flag in zip(Side._fields, a.grads, strict=True) if flag)
+    return run.carried(run.unsigned(a.seed), *side_of(a))
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
@@ -114,17 +63,17 @@ def _forward_more(*args: Any) -> tuple[Tensor, ...]:
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
     a = BACKWARD.bind(*args)
-    wanted, outputs = _wanted(a), Outputs(a.o, a.lse, a.do, a.dlse, None, a.entropy, a.dentropy)
+    wanted, outputs = wanted_of(a), Outputs(a.o, a.lse, a.do, a.dlse, None, a.entropy, a.dentropy)
     planned = _planned(a, wanted)
     run.check_rows(planned.problem, outputs)
     dq, dk, dv, more = run.backward(planned, a.q, a.k, a.v, outputs, _extras(a), wanted)
-    of_side = run.gradients_like(_side(a), more)
+    of_side = run.gradients_like(side_of(a), more)
     return dq, dk, dv, *(a.lse.new_empty(0) if x is None else x for x in of_side)
 
 
 def _second(*args: Any) -> tuple[Tensor, ...]:
     a = SECOND.bind(*args)
-    planned = _planned(a, _wanted(a))
+    planned = _planned(a, wanted_of(a))
     cotangents = [getattr(a, name) for name in COTANGENTS]
     results = second_derivative(planned.problem, cotangents, [getattr(a, x) for x in INPUTS], run.unsigned(a.seed))
     return tuple(a.q.new_empty(0) if x is None else x for x in results)
@@ -159,9 +108,9 @@ def _fake_results(a: Any) -> tuple[Tensor, Tensor]:
 
 def _fake_backward(*args: Any) -> tuple[Tensor, ...]:
     a = BACKWARD.bind(*args)
-    wanted = _wanted(a)
+    wanted = wanted_of(a)
     _check(a, wanted)
-    side = zip(Side._fields, _side(a), strict=True)
+    side = zip(Side._fields, side_of(a), strict=True)
     of_side = [x.new_empty(x.shape) if name in wanted else a.lse.new_empty(0) for name, x in side]
     return *(x.new_empty(x.shape) for x in (a.q, a.k, a.v)), *of_side
 
@@ -178,11 +127,11 @@ def _fake_tangent(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _check(a: Any, grads: frozenset[str] | None = None) -> None:
-    options = _options(a)
+    options = options_of(a)
     if options.scale is None:
         # a symbolic head size has no square root yet
         options = options._replace(scale=1.0)
-    run.describe_tensors(a.q, a.k, a.v, Request(None, _side(a), options), grads)
+    run.describe_tensors(a.q, a.k, a.v, Request(None, side_of(a), options), grads)
 
 
 # derivatives: one gradient per argument; ints and data count as one argument each
@@ -198,7 +147,7 @@ def _forward_setup(ctx: Any, inputs: Any, output: Any) -> None:
 def _forward_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     a, (o, lse) = FORWARD.saved(ctx)
     outputs = outputs_of(o, lse, None, do, dlse, None)
-    return FORWARD.gradients(differentiate(a.q, a.k, a.v, outputs, _rest(a), _side(FORWARD.needs(ctx))))
+    return FORWARD.gradients(differentiate(a.q, a.k, a.v, outputs, rest_of(a), side_of(FORWARD.needs(ctx))))
 
 
 def _more_setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -211,7 +160,7 @@ def _more_setup(ctx: Any, inputs: Any, output: Any) -> None:
 def _more_backward(ctx: Any, do: Any, dlse: Any, _: Any, dentropy: Any) -> tuple[Any, ...]:
     a, (o, lse, entropy) = MORE.saved(ctx)
     outputs = outputs_of(o, lse, entropy, do, dlse, dentropy if a.return_entropy else None)
-    return MORE.gradients(differentiate(a.q, a.k, a.v, outputs, _rest(a), _side(MORE.needs(ctx))))
+    return MORE.gradients(differentiate(a.q, a.k, a.v, outputs, rest_of(a), side_of(MORE.needs(ctx))))
 
 
 def outputs_of(o: Tensor, lse: Tensor, entropy: Any, do: Any, dlse: Any, dentropy: Any) -> Outputs:
@@ -226,7 +175,7 @@ def differentiate(
     """Gradients by name of q, k, v and the side arrays, from the backward operator; None if not needed."""
     o, lse, do, dlse, _, entropy, dentropy = outputs
     a = BACKWARD.bind(do, dlse, dentropy, q, k, v, o, lse, entropy, *rest, None)
-    grads = [bool(needed) and x is not None for needed, x in zip(needs, _side(a), strict=True)]
+    grads = [bool(needed) and x is not None for needed, x in zip(needs, side_of(a), strict=True)]
     dq, dk, dv, *of_side = call("backward", *a._replace(grads=grads))
     needed = [x if flag else None for x, flag in zip(of_side, grads, strict=True)]
     return {"q": dq, "k": dk, "v": dv, **dict(zip(Side._fields, needed, strict=True))}
@@ -244,7 +193,7 @@ def _backward_backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         raise Unsupported("torch", [reason])
     flags = [True, True, True, *a.grads]
     needed = [c if flag else None for c, flag in zip(cotangents, flags, strict=True)]
-    results = call("second", *needed, a.do, a.dlse, a.q, a.k, a.v, *_rest(a), a.grads)
+    results = call("second", *needed, a.do, a.dlse, a.q, a.k, a.v, *rest_of(a), a.grads)
     # o and lse are functions of q, k and v here; their contribution is in the gradients of q, k and v
     of_inputs = zip(INPUTS, results, strict=True)
     return BACKWARD.gradients({name: None if getattr(a, name) is None else r for name, r in of_inputs})
@@ -254,8 +203,17 @@ def _no_setup(ctx: Any, inputs: Any, output: Any) -> None:
     pass
 
 
-def _second_backward(ctx: Any, *_: Any) -> Any:
-    raise Unsupported("torch", ["third derivatives are not supported: attention has first and second ones"])
+def _refusing(reason: str) -> Callable[..., Any]:
+    def refuse(ctx: Any, *_: Any) -> Any:
+        raise Unsupported("torch", [reason])
+
+    return refuse
+
+
+_third = _refusing("third derivatives are not supported: attention has first and second ones")
+_OVER = "compute the second derivative forward over reverse, as torch.func.hessian does"
+_tangent_jvp = _refusing(f"a tangent of a tangent is not computed: {_OVER}")
+_tangent_backward = _refusing(f"a gradient through a tangent is not computed: detach the tangent, or {_OVER}")
 
 
 # forward mode: autograd Functions have the rules, because torch.library cannot register them
@@ -263,14 +221,14 @@ def _second_backward(ctx: Any, *_: Any) -> Any:
 
 def _forward_jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
     (a, (o, lse)), t = FORWARD.saved(ctx), FORWARD.bind(*tangents)
-    return call("tangent", t.q, t.k, t.v, *_side(t), a.q, a.k, a.v, o, lse, *_rest(a))
+    return call("tangent", t.q, t.k, t.v, *side_of(t), a.q, a.k, a.v, o, lse, *rest_of(a))
 
 
 def _more_jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
     (a, (o, lse, _)), t = MORE.saved(ctx), MORE.bind(*tangents)
     if a.return_entropy:
         raise Unsupported("torch", ["the tangent of the entropy is not computed: leave return_entropy out"])
-    to, tlse = call("tangent", t.q, t.k, t.v, *_side(t), a.q, a.k, a.v, o, lse, *_rest(a))
+    to, tlse = call("tangent", t.q, t.k, t.v, *side_of(t), a.q, a.k, a.v, o, lse, *rest_of(a))
     return to, tlse, None, None
 
 
@@ -283,27 +241,13 @@ def _backward_jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
         # linear in do and dlse
         do = torch.zeros_like(a.do) if t.do is None else t.do
         results.append(call("backward", *a._replace(do=do, dlse=t.dlse)))
-    moved = (t.q, t.k, t.v, *_side(t))
+    moved = (t.q, t.k, t.v, *side_of(t))
     if any(x is not None for x in moved):
         # the matrix of second derivatives is symmetric; it includes the tangents of o and lse
-        _, _, *rest = call("second", *moved, a.do, a.dlse, a.q, a.k, a.v, *_rest(a), a.grads)
+        _, _, *rest = call("second", *moved, a.do, a.dlse, a.q, a.k, a.v, *rest_of(a), a.grads)
         wanted = (True, True, True, *a.grads)
         results.append(tuple(x if flag else x.new_empty(0) for x, flag in zip(rest, wanted, strict=True)))
     return results[0] if len(results) == 1 else tuple(x + y for x, y in zip(*results, strict=True))
-
-
-def _second_jvp(ctx: Any, *_: Any) -> Any:
-    raise Unsupported("torch", ["third derivatives are not supported: attention has first and second ones"])
-
-
-def _tangent_jvp(ctx: Any, *_: Any) -> Any:
-    way_out = "compute the second derivative forward over reverse, as torch.func.hessian does"
-    raise Unsupported("torch", [f"a tangent of a tangent is not computed: {way_out}"])
-
-
-def _tangent_backward(ctx: Any, *_: Any) -> Any:
-    way_out = "detach the tangent, or compute the second derivative forward over reverse, as torch.func.hessian does"
-    raise Unsupported("torch", [f"a gradient through a tangent is not computed: {way_out}"])
 
 
 def call(name: str, *args: Any) -> tuple[Tensor, ...]:
@@ -311,17 +255,6 @@ def call(name: str, *args: Any) -> tuple[Tensor, ...]:
     if not torch.compiler.is_compiling() and (transforms_active() or forward_mode_active()):
         return _functions[name].apply(*args)
     return getattr(torch.ops.saccade, name).default(*args)
-
-
-def _keeping_tangents(function: Callable[..., Any]) -> Callable[..., Any]:
-    # Dynamo calls operators directly, also in forward mode, and would take every tangent for zero
-    def checked(*args: Any) -> Any:
-        if drops_tangents():
-            reason = "forward mode is not compiled, because Dynamo drops tangents: call torch.func.jvp outside of"
-            raise Unsupported("torch", [f"{reason} torch.compile"])
-        return function(*args)
-
-    return checked
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, rest: list[Any], decode: bool, options: Options) -> tuple[Tensor, ...]:
@@ -338,7 +271,9 @@ def _register(
 ) -> type[torch.autograd.Function]:
     name = signature.name
     lists = name not in ("second", "tangent")
-    kernel, fake = _keeping_tangents(kernel), _keeping_tangents(fake)
+    # Dynamo calls operators directly, also in forward mode
+    reason = "forward mode is not compiled, because Dynamo drops tangents: call torch.func.jvp outside of torch.compile"
+    kernel, fake = refusing_tangents(kernel, reason), refusing_tangents(fake, reason)
     signature.register(kernel, fake, setup, signature.with_lists(backward) if lists else backward)
     rule = vmap_rule(signature, partial(call, name))
     torch.library.register_vmap(f"saccade::{name}", rule)
@@ -356,6 +291,6 @@ _functions = {
     "forward": _register(FORWARD, _forward, _fake_forward, _forward_setup, _forward_backward, _forward_jvp),
     "forward_more": _register(MORE, _forward_more, _fake_more, _more_setup, _more_backward, _more_jvp),
     "backward": _register(BACKWARD, _backward, _fake_backward, _backward_setup, _backward_backward, _backward_jvp),
-    "second": _register(SECOND, _second, _fake_second, _no_setup, _second_backward, _second_jvp),
+    "second": _register(SECOND, _second, _fake_second, _no_setup, _third, _third),
     "tangent": _register(TANGENT, _tangent, _fake_tangent, _no_setup, _tangent_backward, _tangent_jvp),
 }

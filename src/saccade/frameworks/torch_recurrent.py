@@ -5,7 +5,7 @@ Calls that are not traced go directly to the backend, with gradients by a small 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from ..recurrent.family import Family, check_borders
 from ..recurrent.problem import MATRIX
 from . import torch_run as run
 from .torch_signature import Signature
-from .torch_state import drops_tangents, forward_mode_active, modes_active, transforms_active
+from .torch_state import forward_mode_active, modes_active, refusing_tangents, transforms_active
 
 # one per name of a family, None if omitted
 Tensors = Sequence[Tensor | None]
@@ -191,19 +191,12 @@ def register(family: Family) -> None:
     def again(ctx: Any, *_: Any) -> Any:
         raise Unsupported("torch", ["second derivatives of recurrences are not supported: detach one of the two"])
 
-    forward_of.register(_without_tangents(forward), _without_tangents(fake), setup, differentiate)
-    of_backward = _without_tangents(backward), _without_tangents(fake_backward)
-    backward_of.register(*of_backward, lambda ctx, inputs, output: None, again)
-
-
-def _without_tangents(function: Callable[..., Any]) -> Callable[..., Any]:
-    # torch would take every tangent for zero
-    def checked(*args: Any) -> Any:
-        if drops_tangents():
-            raise Unsupported("torch", ["forward mode of recurrences is not computed: use torch.func.vjp, or detach"])
-        return function(*args)
-
-    return checked
+    forward, fake, backward, fake_backward = (
+        refusing_tangents(f, "forward mode of recurrences is not computed: use torch.func.vjp, or detach")
+        for f in (forward, fake, backward, fake_backward)
+    )
+    forward_of.register(forward, fake, setup, differentiate)
+    backward_of.register(backward, fake_backward, lambda ctx, inputs, output: None, again)
 
 
 # register on import, because torch.compile may trace the first call

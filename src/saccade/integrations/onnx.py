@@ -21,8 +21,8 @@ except ModuleNotFoundError as error:
     raise ImportError(f"saccade.integrations.onnx needs onnxscript ({error}): pip install 'saccade[onnx]'") from error
 
 from ..errors import Unsupported
+from ..frameworks.torch_arguments import FORWARD
 from ..frameworks.torch_mask import used
-from ..frameworks.torch_op import FORWARD
 from ..mask import Mask
 
 # functions that add nodes to the graph; their types describe graphs of constants

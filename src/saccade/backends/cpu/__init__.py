@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...arrays import narrow
-from ...invariance import not_invariant
+from ...combinations import not_invariant, not_with_select
 from ...plan import Limits, Plan, make_plan, positions
-from ...problem import Problem, not_with_select
+from ...problem import Problem
 from ...quantised import Quantised
 from ...statistics import sink_delta, sinks_gradient
 from .. import Extras, Inputs, Outputs

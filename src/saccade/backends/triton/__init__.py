@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
+from ...combinations import not_with_select
 from ...errors import Unsupported
 from ...plan import Limits, Plan, make_plan
-from ...problem import Problem, not_with_select
+from ...problem import Problem
 from ...statistics import sink_delta, sinks_gradient
 from .. import Inputs, Outputs
 

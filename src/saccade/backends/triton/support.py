@@ -8,7 +8,7 @@ import torch
 
 import triton
 
-from ... import invariance
+from ... import combinations
 from ...mask.sequences import sequences
 from ...plan import Limits, Plan, make_plan
 from ...problem import OPTIONS, Problem
@@ -25,7 +25,7 @@ def missing() -> list[str]:
 
 def not_invariant(p: Problem) -> list[str]:
     """Reasons why the bits of a problem's rows would depend on the batch, if they must not."""
-    reasons = invariance.not_invariant(p)
+    reasons = combinations.not_invariant(p)
     if p.batch_invariant and not reasons and not sequences(p.mask, p.B, p.Tq, p.Tk).apart:
         reasons.append(f"{OPTIONS['batch']} with sequences that start at different keys in each batch entry: pack them")
     return reasons

@@ -1,4 +1,4 @@
-"""What cannot be computed with `deterministic="batch"`, on any backend."""
+"""Options that no backend computes together: with selected keys, and with `deterministic="batch"`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,15 @@ _OPTIONS = {
     "return_max": "results of ranges of keys are merged without it",
     "return_entropy": "results of ranges of keys are merged without it",
 }
+
+
+def not_with_select(problem: Problem) -> list[str]:
+    """Reasons why kernels of selected keys do not compute a problem: options whose rows they do not know."""
+    if problem.selection is None:
+        return []
+    known = {"softcap", "sinks", "source", "quantised", "select", "return_max", "return_entropy"}
+    names = sorted(OPTIONS[name] for name in problem.uses - known)
+    return [f"selected keys with {name} are not computed: leave one of the two out" for name in names]
 
 
 def not_invariant(problem: Problem) -> list[str]:
