@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
-from types import ModuleType
 from typing import Any, NoReturn
-
-import numpy as np
 
 from . import mask as masks
 from .backends import Outputs
 from .biases import Bias, side_of
+from .frameworks import framework_of
 from .keywords import refuse
 from .layout import DEFAULT, heads_first, lse_tokens_first, tokens_first
 from .mask import Mask
@@ -101,7 +98,7 @@ def attention(
     if options is not DEFAULTS or not (mask is bias is sinks is seed is None):
         mask = _pruned(mask, q, k, bias, options)
         request = _request(mask, bias, sinks, options, seed)
-    result = _framework(q).attention(q, k, v, request, "forward" if return_lse or more else "result")
+    result = framework_of(q).attention(q, k, v, request, "forward" if return_lse or more else "result")
     if layout != DEFAULT:
         result = heads_first(*result)
     return result if return_lse else (result[0], *result[2:]) if more else result[0]
@@ -171,7 +168,7 @@ def attention_backward(
     if dropout and seed is None:
         raise ValueError("dropout without a seed: give the seed of the forward call")
     outputs = Outputs(o, lse, do, dlse, None, entropy, dentropy)
-    *first, extras = _framework(q).attention_backward(q, k, v, outputs, request, wanted)
+    *first, extras = framework_of(q).attention_backward(q, k, v, outputs, request, wanted)
     if layout != DEFAULT:
         # swapping tokens and heads is its own inverse
         first = tokens_first(layout, *first)
@@ -233,7 +230,7 @@ def decode(
             f"scale is None; expected the model's scale, because a latent row of {cache.k.shape[-1]} numbers is not a "
             "head of the model: give scale=, such as 192**-0.5 for DeepSeek-V3"
         )
-    framework, request = _framework(q), PLAIN
+    framework, request = framework_of(q), PLAIN
     mask = of_decode(mask, q, causal)
     more = return_max or return_entropy
     if more or not (mask is scale is softcap is bias is sinks is backend is None and deterministic is True):
@@ -277,30 +274,3 @@ def _pruned(mask: Any, q: Any, k: Any, bias: Any, options: Options) -> Any:
     from .pruning import pruned
 
     return pruned(mask, q, k, bias, options.scale, options.softcap)
-
-
-def _framework(q: Any) -> ModuleType:
-    return _frameworks.get(type(q)) or _find_framework(q)
-
-
-# the framework of each type of array seen so far
-_frameworks: dict[type, ModuleType] = {}
-
-
-def _find_framework(q: Any) -> ModuleType:
-    # torch is looked up, never imported: a tensor exists only after torch was imported
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(q, torch.Tensor):
-        from .frameworks import torch as framework
-    elif isinstance(q, np.ndarray):
-        from .frameworks import numpy as framework
-    elif type(q).__module__ == "saccade.backends.webgpu.arrays":
-        from .frameworks import webgpu as framework
-    elif type(q).__module__ == "mlx.core":
-        from .frameworks import mlx as framework
-    elif "jax" in sys.modules and isinstance(q, sys.modules["jax"].Array):
-        from .frameworks import jax as framework
-    else:
-        raise TypeError(f"q is {type(q).__name__}; expected a torch tensor or a NumPy array [B, Tq, Hq, D]")
-    _frameworks[type(q)] = framework
-    return framework

@@ -108,6 +108,19 @@ def number(name: str, value: object, expected: str) -> float:
     return float(value)
 
 
+def dtype_of(q: Spec, k: Spec, v: Spec, descale: object) -> str:
+    """The dtype of q, k and v; raises unless it is one that is computed, and the same on one device."""
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; expected one dtype: cast them first")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k, v live on {q.device}, {k.device}, {v.device}; expected one device: move them together")
+    if q.dtype not in DTYPES and q.dtype not in FP8:
+        raise TypeError(f"q, k, v have dtype {q.dtype}; expected one of {', '.join(DTYPES)}: cast them first")
+    if descale is not None and q.dtype not in FP8:
+        raise ValueError(f"descale is given for {q.dtype} arrays; it belongs to 8-bit floats: leave it out")
+    return q.dtype
+
+
 def check_descale(descale: object, dtype: str, B: int, heads: tuple[int, int, int], device: str) -> None:
     """Raise ValueError or TypeError unless descale is the three factors [H] or [B, H] of 8-bit q, k and v."""
     if not isinstance(descale, (tuple, list)) or len(descale) != 3:  # pyright: ignore[reportUnknownArgumentType]

@@ -28,7 +28,6 @@ from .mask.algebra import contains, selected
 from .mask.contents import host
 from .mask.selection import others
 from .operands import (
-    DTYPES,
     FP8,
     PLAIN,
     Request,
@@ -38,6 +37,7 @@ from .operands import (
     check_gates,
     check_sinks,
     dropout_of,
+    dtype_of,
     in_use,
     scale_of,
     slopes_shape,
@@ -208,7 +208,7 @@ def describe(
     # symbolic lengths of torch.export are checked by the call itself: a bound here would restrict them
     if any(type(n) is int and n >= LONGEST for n in (Tq, Tk)):
         raise ValueError(f"lengths are Tq = {Tq} and Tk = {Tk}; expected less than 2**30: split the call and merge")
-    dtype = _dtype(q, k, v, options.descale)
+    dtype = dtype_of(q, k, v, options.descale)
     if dtype in FP8:
         check_descale(options.descale, dtype, B, (Hq, Hk, Hk), q.device)
     if mask is not None and not isinstance(mask, Mask):
@@ -277,18 +277,6 @@ def _same(what: str, name: str, spec: Spec, value: int, other: str, spec2: Spec,
             f"{name} {list(spec.shape)} and {other} {list(spec2.shape)} differ in {what}, {value} and {value2}; "
             f"expected the same"
         )
-
-
-def _dtype(q: Spec, k: Spec, v: Spec, descale: object) -> str:
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; expected one dtype: cast them first")
-    if not q.device == k.device == v.device:
-        raise ValueError(f"q, k, v live on {q.device}, {k.device}, {v.device}; expected one device: move them together")
-    if q.dtype not in DTYPES and q.dtype not in FP8:
-        raise TypeError(f"q, k, v have dtype {q.dtype}; expected one of {', '.join(DTYPES)}: cast them first")
-    if descale is not None and q.dtype not in FP8:
-        raise ValueError(f"descale is given for {q.dtype} arrays; it belongs to 8-bit floats: leave it out")
-    return q.dtype
 
 
 def _mask_hint(mask: object) -> str:

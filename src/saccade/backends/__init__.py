@@ -13,11 +13,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..errors import Unsupported
-from ..problem import OPTIONS
+from ..problem import OPTIONS, Problem
 
 if TYPE_CHECKING:
     from ..plan import Limits, Plan
-    from ..problem import Problem
     from ..recurrent.family import Described
 
 # names of backends, each with the kinds of device for which it is the default
