@@ -46,7 +46,7 @@ def operator_cases() -> dict[str, list]:
         "running sums": Request(masks.causal(), Side(log_f=sums)),
         "dropout": Request(None, NO_SIDE, Options(dropout=0.3), drop),
     }
-    return {name: torch_op.arguments(request) for name, request in requests.items()}
+    return {name: torch_arguments.arguments(request) for name, request in requests.items()}
 
 
 @pytest.mark.parametrize("return_lse", [False, True])

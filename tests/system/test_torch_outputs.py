@@ -84,7 +84,7 @@ def test_one_graph_with_the_numbers_of_the_eager_call() -> None:
 @pytest.mark.parametrize("flags", [(True, True), (True, False), (False, True)])
 def test_opcheck(flags: tuple[bool, bool]) -> None:
     x = leaves(torch.float32)
-    rest = op.arguments(saccade.operands.Request(masks.causal()))
+    rest = torch_arguments.arguments(saccade.operands.Request(masks.causal()))
     torch.library.opcheck(torch.ops.saccade.forward_more.default, (*x, *rest, False, *flags))
     o, lse, _, entropy = (y.detach() for y in torch.ops.saccade.forward_more.default(*x, *rest, False, *flags))
     if flags[1]:

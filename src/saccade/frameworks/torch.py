@@ -18,6 +18,7 @@ from ..errors import Unsupported
 from ..mask import keys
 from ..operands import FP8, NO_SIDE, Request, Side
 from . import torch_op as op
+from .torch_arguments import arguments
 from . import torch_run as run
 from .call import first_keys, rows_of, seed_value, specs_of
 from .source import STRIDED, Source, check_lengths, check_table, pages_in_use, stored, with_gates
@@ -207,7 +208,7 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled() or forward_mode_active():
             # a second derivative or a tangent is needed, which the operator has
             key = torch.tensor(run.signed(seed)) if planned.problem.scores.dropout else None
-            rest = op.arguments(Request(mask, Side(*side), options, key))
+            rest = arguments(Request(mask, Side(*side), options, key))
             return None, *op.differentiate(q, k, v, outputs, rest, Side(*needs)).values()
         wanted, of_side, arrays = _NO_GRADS, NO_SIDE, Side(*side)
         if any(needs):
@@ -224,7 +225,7 @@ def _by_operator(q: Tensor, k: Tensor, v: Tensor, request: Request, verb: str) -
         if seed is None:
             seed = torch.randint(0, (1 << 63) - 1, (), dtype=torch.int64)
         key = seed if isinstance(seed, Tensor) else torch.tensor(run.signed(seed_value(seed)))
-    rest = op.arguments(request._replace(side=run.widen(q, request, k.shape[1]), seed=key))
+    rest = arguments(request._replace(side=run.widen(q, request, k.shape[1]), seed=key))
     return op.forward(q, k, v, rest, verb == "decode", request.options)
 
 
