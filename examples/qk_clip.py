@@ -1,4 +1,4 @@
-"""QK-clip (Kimi K2, 2025): after a step of the optimiser, heads whose largest score passed a limit shrink their weights."""
+"""QK-clip (Kimi K2, 2025): after a step, heads whose largest score is above a limit get smaller weights."""
 
 import torch
 

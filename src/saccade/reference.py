@@ -16,7 +16,7 @@ Pair = tuple[Array, Array]
 
 
 class OracleOptions(NamedTuple):
-    """The options of a call. stop: [B], the position of the last query plus 1; None for Tk.
+    """The options of a call. stop: [B], the position of the last query plus 1; None for Tk. dentropy: [B, Tq, Hq].
 
     bias broadcasts to [B, Hq, Tq, Tk]. slopes: [Hq] or [B, Hq]. table: [Hq, R] or [B, Hq, R]. log_f: [B, Tk, Hq].
     """
@@ -33,6 +33,7 @@ class OracleOptions(NamedTuple):
     dropout: float = 0.0
     seed: int = 0
     dtype: Any = np.float64
+    dentropy: Any = None
 
 
 class _Weights(NamedTuple):
@@ -54,22 +55,21 @@ def forward(q: Array, k: Array, v: Array, mask: Any = None, **options: Any) -> P
 
 
 def backward(
-    do: Array, q: Array, k: Array, v: Array, mask: Any = None, *, dlse: Any = None, dentropy: Any = None, **options: Any
+    do: Array, q: Array, k: Array, v: Array, mask: Any = None, *, dlse: Any = None, **options: Any
 ) -> tuple[Array, Array, Array, dict[str, Array]]:
-    """Gradients (dq, dk, dv, dict of side arrays' gradients by name) of the sum of do * o, dlse * lse and
-    dentropy * entropy.
-    """
-    return both(do, q, k, v, mask, dlse=dlse, dentropy=dentropy, **options)[1]
+    """Gradients (dq, dk, dv, those of side arrays by name) of the sum of do * o, dlse * lse and dentropy * entropy."""
+    return both(do, q, k, v, mask, dlse=dlse, **options)[1]
 
 
 def both(
-    do: Array, q: Array, k: Array, v: Array, mask: Any = None, *, dlse: Any = None, dentropy: Any = None, **options: Any
+    do: Array, q: Array, k: Array, v: Array, mask: Any = None, *, dlse: Any = None, **options: Any
 ) -> tuple[Pair, tuple[Array, Array, Array, dict[str, Array]]]:
     """The results of `forward` and of `backward`, which share the weights."""
     opt, Hk = OracleOptions(**options), k.shape[2]
     q, k, v, r = _by_head(q, k, v, options)
     rows = _rows(q, k, mask, opt, r)
-    do, dl, dh = r(do).swapaxes(1, 2), *(0 if x is None else r(x).swapaxes(1, 2)[..., None] for x in (dlse, dentropy))
+    do = r(do).swapaxes(1, 2)
+    dl, dh = (0 if x is None else r(x).swapaxes(1, 2)[..., None] for x in (dlse, opt.dentropy))
     o = r(_product(r(rows.p * rows.keep), v, rows.allowed))
     with np.errstate(invalid="ignore", over="ignore"):
         p = r(np.where(rows.allowed, np.exp(rows.s - np.where(rows.lse == -np.inf, 0, rows.lse)), 0))
