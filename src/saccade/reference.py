@@ -16,7 +16,7 @@ Pair = tuple[Array, Array]
 
 
 class OracleOptions(NamedTuple):
-    """The options of a call. stop: [B], the position of the last query plus 1; None for Tk.
+    """The options of a call. stop: [B], the position of the last query plus 1; None for Tk. dentropy: [B, Tq, Hq].
 
     bias broadcasts to [B, Hq, Tq, Tk]. slopes: [Hq] or [B, Hq]. table: [Hq, R] or [B, Hq, R]. log_f: [B, Tk, Hq].
     dentropy: [B, Tq, Hq], the gradient of the entropy, None for zero.

@@ -163,17 +163,16 @@ def of_branch(
     """The resources of forward and backward, or of decode for few queries; more: with maximum and entropy of rows."""
     more = options.pop("more", False)
     p = Problem(
-        2, Tq, 300, 4, 2, D, D, dtype=dtype, device=f"cuda:{chip}", mask=parse(mask),
-        scores=Scores(scale=0.1, **options), needs_grad=True, return_max=more, return_entropy=more,
+        2, Tq, 300, 4, 2, D, D, dtype=dtype, device=f"cuda:{chip}", mask=parse(mask), needs_grad=True,
+        return_max=(more := options.pop("more", False)), return_entropy=more, scores=Scores(0.1, **options),
     )  # fmt: skip
     plan, kind = make_plan(p, limits(p)), getattr(torch, dtype)
     q, o, do, dq = (torch.empty(2, Tq, 4, D, dtype=kind) for _ in range(4))
     k, v, dk, dv = (torch.empty(2, 300, 2, D, dtype=kind) for _ in range(4))
     lse, dbias = torch.empty(2, Tq, 4), torch.empty(p.scores.bias) if p.scores.bias else None
     extras = Extras(
-        bias=dbias, slopes=torch.empty(p.scores.alibi) if p.scores.alibi else None,
-        sinks=torch.empty(4) if p.scores.sinks else None,
-        seed=3 << 33, lengths=torch.zeros(2, dtype=torch.int32) if Tq < 8 else None,
+        bias=dbias, seed=3 << 33, slopes=torch.empty(p.scores.alibi) if p.scores.alibi else None,
+        sinks=torch.empty(4) if p.scores.sinks else None, lengths=torch.zeros(2, dtype=torch.int32) if Tq < 8 else None,
     )  # fmt: skip
     with recorded(chip) as found:
         call = launch.AttentionLaunch(p, plan, Inputs(q, k, v, extras), launch.more_results(p, lse))
@@ -182,10 +181,8 @@ def of_branch(
         else:
             launch.forward(call, o, lse)
             outputs = Outputs(o, lse, do, lse, None, *[lse if more else None] * 2)
-            launch.delta(call, outputs)
-            share = launch.refine(call, outputs, lse)
-            arrays = call.arrays._replace(do=launch.array(do), lse=lse, share=share, delta=lse)
-            arrays = arrays._replace(dentropy=outputs.dentropy)
+            share, dentropy = launch.refine(call, outputs, launch.delta(call, outputs)), outputs.dentropy
+            arrays = call.arrays._replace(do=launch.array(do), lse=lse, share=share, delta=lse, dentropy=dentropy)
             launch.backward(call, arrays, launch.Gradients(dq, dk, dv, dbias), bool(p.scores.alibi))
     return found
 
