@@ -86,8 +86,8 @@ def computed(
     alone = attend(x.q, x.k, x.v, x.mask, return_max=more, **options)
     out["o_alone"] = alone[0] if more else alone
     if backward:
-        o, lse, *_, entropy = results
-        cotangents = {"dlse": x.dlse} | ({"entropy": entropy, "dentropy": dentropy_of(x)} if more else {})
+        o, lse, *of_rows = results
+        cotangents = {"dlse": x.dlse} | ({"entropy": of_rows[1], "dentropy": dentropy_of(x)} if more else {})
         wanted = {*x.added} - ({"bias"} if not has_gradient(x) else set()) | (
             {"sinks"} if x.sinks is not None else set()
         )
