@@ -93,7 +93,7 @@ def test_compiled():
 def test_the_operator_holds_torchs_rules():
     from torch.library import opcheck
 
-    from saccade.frameworks import torch_arguments, torch_op
+    from saccade.frameworks import torch_arguments
     from saccade.operands import Options, Request
 
     leaves = tensors("float32")

@@ -18,10 +18,10 @@ from ..errors import Unsupported
 from ..mask import keys
 from ..operands import FP8, NO_SIDE, Request, Side
 from . import torch_op as op
-from .torch_arguments import arguments
 from . import torch_run as run
 from .call import first_keys, rows_of, seed_value, specs_of
 from .source import STRIDED, Source, check_lengths, check_table, pages_in_use, stored, with_gates
+from .torch_arguments import arguments
 from .torch_state import autocast_active, forward_mode_active, modes_active, transforms_active
 
 _PLAIN = (Tensor, Parameter)
