@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
 pytree = pytest.importorskip("torch.utils._pytree")
 torch_op = pytest.importorskip("saccade.frameworks.torch_op")
+torch_arguments = pytest.importorskip("saccade.frameworks.torch_arguments")
 
 IDS = torch.tensor([0, 0, 1, 1, 1, 2, 2])
 

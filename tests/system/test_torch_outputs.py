@@ -12,6 +12,7 @@ from saccade import mask as masks
 torch = pytest.importorskip("torch")
 testing = pytest.importorskip("torch._dynamo.testing")
 op = pytest.importorskip("saccade.frameworks.torch_op")
+torch_arguments = pytest.importorskip("saccade.frameworks.torch_arguments")
 
 BOTH = {"return_max": True, "return_entropy": True}
 

@@ -39,8 +39,8 @@ class View:
 
     def some(self, chosen: NDArray[np.bool_]) -> View:
         """The chosen classes."""
-        arrays = (a[chosen] for a in (self.q_start, self.k_start, self.nq, self.nk))
-        return View(self.step, *arrays, self.tile, self.n_tiles)
+        q_start, k_start, nq, nk = (a[chosen] for a in (self.q_start, self.k_start, self.nq, self.nk))
+        return View(self.step, q_start, k_start, nq, nk, self.tile, self.n_tiles)
 
     @cached_property
     def rows(self) -> int:
