@@ -1,6 +1,7 @@
 // Backward in one pass of five products; P is recomputed from lse. A task owns one key head (or some of its query
 // tiles) and its sums of dK and dV; dQ is written once per query tile.
-//   P = 2^(S - lse)   dP = V dO^T - dentropy (S - lse)   dS = P (dP - delta)   dV += P dO   dK += dS Q scale   dQ^T += K^T dS, scale last
+//   P = 2^(S - lse)   dP = V dO^T - dentropy (S - lse)   dS = P (dP - delta)
+//   dV += P dO   dK += dS Q scale   dQ^T += K^T dS, scale last
 #pragma once
 #include "items.hpp"
 #include "row_sums.hpp"
