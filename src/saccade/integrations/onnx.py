@@ -21,6 +21,7 @@ except ModuleNotFoundError as error:
     raise ImportError(f"saccade.integrations.onnx needs onnxscript ({error}): pip install 'saccade[onnx]'") from error
 
 from ..errors import Unsupported
+from ..frameworks import torch_op as torch_op  # registers the operators
 from ..frameworks.torch_arguments import FORWARD
 from ..frameworks.torch_mask import used
 from ..mask import Mask
