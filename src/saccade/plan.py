@@ -16,7 +16,7 @@ from .mask.lowering import lower
 from .mask.memo import Memo
 from .mask.strides import Cut, cut
 from .mask.tiling import FULL, PARTIAL, fitting
-from .plan_parts import Part, part_of_cut, part_of_sequences
+from .plan_parts import Limits, Part, part_of_cut, part_of_sequences
 
 if TYPE_CHECKING:
     from .problem import Problem
@@ -25,36 +25,6 @@ Int32 = NDArray[np.int32]
 _PLANS = Memo()
 # keys are copied into another order if that reduces the number of visited tiles by at least this factor
 GATHERED = 2
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a device requires of a plan.
-
-    tile_q, tile_k: tile sizes in queries and keys. least_q: the smallest tile_q that blocks in a mask may lead to, 0 if
-    tile_q is fixed. memory: bytes of fast memory per core. quantum: ranges of visited keys are rounded outward to its
-    multiples, ranges of full ones inward. gathers: the backend can read keys in an order given by the plan. tests_all:
-    no segment is FULL where bits must not depend on the batch, because kernels round pairs that they test differently.
-    Decode splits the keys of one query, or of up to few_queries over at least split_from keys, into about `lanes` work
-    items of at least split_least keys. A backward has about `owners` work items, at most most_owners per key head,
-    whose sums of key gradients take at most owner_bytes.
-    """
-
-    name: str
-    tile_q: int = 64
-    tile_k: int = 64
-    memory: int = 32 * 1024
-    quantum: int = 1
-    least_q: int = 0
-    gathers: bool = False
-    tests_all: bool = False
-    few_queries: int = 8
-    split_from: int = 128
-    lanes: int = 64
-    split_least: int = 256
-    owners: int = 16
-    most_owners: int = 8
-    owner_bytes: int = 1 << 28
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,10 +17,39 @@ from .mask.strides import Cut, classes_of
 from .mask.tiling import FULL, PARTIAL, View
 
 if TYPE_CHECKING:
-    from .plan import Limits
     from .problem import Problem
 
 Int32, Int64 = NDArray[np.int32], NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a device requires of a plan.
+
+    tile_q, tile_k: tile sizes in queries and keys. least_q: the smallest tile_q that blocks in a mask may lead to, 0 if
+    tile_q is fixed. memory: bytes of fast memory per core. quantum: ranges of visited keys are rounded outward to its
+    multiples, ranges of full ones inward. gathers: the backend can read keys in an order given by the plan. tests_all:
+    no segment is FULL where bits must not depend on the batch, because kernels round pairs that they test differently.
+    Decode splits the keys of one query, or of up to few_queries over at least split_from keys, into about `lanes` work
+    items of at least split_least keys. A backward has about `owners` work items, at most most_owners per key head,
+    whose sums of key gradients take at most owner_bytes.
+    """
+
+    name: str
+    tile_q: int = 64
+    tile_k: int = 64
+    memory: int = 32 * 1024
+    quantum: int = 1
+    least_q: int = 0
+    gathers: bool = False
+    tests_all: bool = False
+    few_queries: int = 8
+    split_from: int = 128
+    lanes: int = 64
+    split_least: int = 256
+    owners: int = 16
+    most_owners: int = 8
+    owner_bytes: int = 1 << 28
 
 
 @dataclass(frozen=True, eq=False)
