@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from . import mask as masks
 from .backends import Outputs
 from .biases import Bias, side_of
-from .frameworks import framework_of
+from .frameworks import KNOWN, framework_of
 from .keywords import refuse
 from .layout import DEFAULT, heads_first, lse_tokens_first, tokens_first
 from .mask import Mask
@@ -98,8 +98,11 @@ def attention(
     if options is not DEFAULTS or not (mask is bias is sinks is seed is None):
         mask = _pruned(mask, q, k, bias, options)
         request = _request(mask, bias, sinks, options, seed)
-    result = framework_of(q).attention(q, k, v, request, "forward" if return_lse or more else "result")
-    return _asked_for(result, layout, return_lse, more)
+    framework = KNOWN.get(type(q)) or framework_of(q)
+    result = framework.attention(q, k, v, request, "forward" if return_lse or more else "result")
+    if layout == DEFAULT and not more:
+        return result if return_lse else result[0]
+    return _asked_for(result, layout, return_lse)
 
 
 def attention_backward(
@@ -228,7 +231,7 @@ def decode(
             f"scale is None; expected the model's scale, because a latent row of {cache.k.shape[-1]} numbers is not a "
             "head of the model: give scale=, such as 192**-0.5 for DeepSeek-V3"
         )
-    framework, request = framework_of(q), PLAIN
+    framework, request = KNOWN.get(type(q)) or framework_of(q), PLAIN
     mask = of_decode(mask, q, causal)
     more = return_max or return_entropy
     if more or not (mask is scale is softcap is bias is sinks is backend is None and deterministic is True):
@@ -238,7 +241,9 @@ def decode(
         if type(bias) is Bias and bias.prune is not None:
             raise ValueError("gates of decode have prune; expected none: it is for attention and attention_backward")
     result = framework.decode(q, cache, request)
-    return _asked_for(result, layout, return_lse, more)
+    if layout == DEFAULT and not more:
+        return result if return_lse else result[0]
+    return _asked_for(result, layout, return_lse)
 
 
 def of_decode(mask: Mask | None, q: Any, causal: bool) -> Mask | None:
@@ -251,10 +256,10 @@ def of_decode(mask: Mask | None, q: Any, causal: bool) -> Mask | None:
     return CAUSAL if mask is None else mask & CAUSAL if isinstance(mask, Mask) else mask
 
 
-def _asked_for(results: tuple[Any, ...], layout: str, lse: bool, more: bool) -> Any:
+def _asked_for(results: tuple[Any, ...], layout: str, lse: bool) -> Any:
     # o, or a tuple of o, lse if asked for, and more
-    o, of_keys, *others = results if layout == DEFAULT else heads_first(*results)
-    return (o, of_keys, *others) if lse else (o, *others) if more else o
+    o, of_keys, *more = results if layout == DEFAULT else heads_first(*results)
+    return (o, of_keys, *more) if lse else (o, *more) if more else o
 
 
 def _checked(deterministic: Any) -> Any:

@@ -11,14 +11,14 @@ import numpy as np
 
 def framework_of(q: Any) -> ModuleType:
     """The module for arrays like q; raises TypeError for arrays of no known framework."""
-    return _frameworks.get(type(q)) or _find_framework(q)
+    return KNOWN.get(type(q)) or _find(q)
 
 
 # the framework of each type of array seen so far
-_frameworks: dict[type, ModuleType] = {}
+KNOWN: dict[type, ModuleType] = {}
 
 
-def _find_framework(q: Any) -> ModuleType:
+def _find(q: Any) -> ModuleType:
     # torch is looked up, never imported: a tensor exists only after torch was imported
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(q, torch.Tensor):
@@ -33,5 +33,5 @@ def _find_framework(q: Any) -> ModuleType:
         from . import jax as framework
     else:
         raise TypeError(f"q is {type(q).__name__}; expected a torch tensor or a NumPy array [B, Tq, Hq, D]")
-    _frameworks[type(q)] = framework
+    KNOWN[type(q)] = framework
     return framework

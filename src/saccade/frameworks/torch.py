@@ -129,13 +129,9 @@ def decode(q: Tensor, cache: Any, request: Request) -> tuple[Tensor, ...]:
 
 def _reads_lengths(on: Tensor, cache: Any, request: Request) -> bool:
     # whether the backend for tensors like `on` may read lengths on its device; its kernels compute no tangents
-    if (
-        forward_mode_active()
-        or request.side._replace(sinks=None) != NO_SIDE
-        or getattr(cache, "gates", None) is not None
-    ):
+    if request.side._replace(sinks=None) != NO_SIDE or getattr(cache, "gates", None) is not None:
         return False
-    return on.is_cuda or request.options.backend not in (None, "cpu")
+    return (on.is_cuda or request.options.backend not in (None, "cpu")) and not forward_mode_active()
 
 
 def _by_lengths(

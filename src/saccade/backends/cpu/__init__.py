@@ -156,12 +156,13 @@ def _forward(problem: Problem, plan: Plan, inputs: Inputs, out_dtype: str, split
     # the results of several parts are merged in the accumulator's precision
     dtype = problem.accumulator if len(plan.parts) > 1 else CARRIER[out_dtype]
     o, lse = np.empty((*shape, problem.Dv), dtype), np.empty(shape, problem.accumulator)
-    top, entropy = (np.empty_like(lse) if wanted else None for wanted in (problem.return_max, problem.return_entropy))
+    top = np.empty_like(lse) if problem.return_max else None
+    entropy = np.empty_like(lse) if problem.return_entropy else None
     if lse.size:
         parts, options, extra = _core_parts(plan), _options(problem), _extra(problem, extras)
         _core.forward(parts, options, threads.number, split_keys, q, k, v, o, lse, top, entropy, extra)
-    more = (x for x in (top, entropy) if x is not None)
-    return (narrow(o, out_dtype) if len(plan.parts) > 1 else o), lse, *more
+    o = narrow(o, out_dtype) if len(plan.parts) > 1 else o
+    return (o, lse) if top is entropy is None else (o, lse, *[x for x in (top, entropy) if x is not None])
 
 
 def backward(
@@ -264,7 +265,7 @@ def _core_parts(plan: Plan) -> list[Any]:
 
 
 def _options(p: Problem) -> Any:
-    s, ranges = p.scores, limits(p).split_least if p.batch_invariant else 0
+    s, ranges = p.scores, limits(p).split_least if p.deterministic == "batch" else 0
     return _core.Options(p.B, p.Tq, p.Tk, p.Hq, p.Hk, p.D, p.Dv, s.scale, s.softcap, s.dropout, ranges)
 
 
