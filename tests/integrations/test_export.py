@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+# registers masks as inputs of programs
+pytest.importorskip("saccade.frameworks.torch_op")
 
 import saccade  # noqa: E402
 from saccade import mask as masks  # noqa: E402

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from ..mask import Mask
+from ..mask.algebra import _rebuild  # pyright: ignore[reportPrivateUsage]
 from ..mask.contents import to_tensor
 from .call import memo_of
 
@@ -125,4 +126,9 @@ _pytree.register_pytree_node(
     _unflatten,
     serialized_type_name="saccade.Mask",
     flatten_with_keys_fn=_flatten_with_keys,
+    # a stored program holds the context as JSON, which has no tuples
+    to_dumpable_context=list,
+    from_dumpable_context=tuple,
 )
+# programs store masks that are inputs as examples; rebuilding one only checks its arrays
+torch.serialization.add_safe_globals([_rebuild])
