@@ -201,3 +201,19 @@ def test_a_wrong_number_of_threads_is_refused(n):
         saccade.set_num_threads(n)
     assert saccade.get_num_threads() == 2
     assert cpu.get_num_threads() == 2
+
+
+def test_numbers_below_the_normal_ones_are_kept_on_every_thread():
+    """A worker inherits the mode of the thread that starts it, also that of a library which flushes them to zero."""
+    code = """
+import torch, saccade
+saccade.set_num_threads(3)
+q = torch.zeros(2, 64, 8, 16)
+v = torch.full_like(q, 1e-40)
+torch.set_flush_denormal(True)
+flushing = saccade.attention(q, q, v).numpy()
+torch.set_flush_denormal(False)
+assert (flushing == v.numpy()).all() and all((saccade.attention(q, q, v) == v).all() for _ in range(20))
+"""
+    pytest.importorskip("torch")
+    subprocess.run([sys.executable, "-c", code], check=True)

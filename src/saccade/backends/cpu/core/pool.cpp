@@ -14,6 +14,9 @@
 #if !defined(_WIN32)
 #include <pthread.h>
 #endif
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
 
 #include "types.hpp"
 
@@ -98,7 +101,26 @@ void look(Turn& own) {
   own.looks = SHORT, own.next = Clock::now() + SLICE;
 }
 
+// Rounding to nearest, with numbers below the normal ones, for as long as it lives. A thread inherits the mode of the
+// thread that starts it, and JAX and torch may flush such numbers to zero: bits would depend on which thread computes.
+class PlainNumbers {
+ public:
+#if defined(__x86_64__)
+  PlainNumbers() {
+    if ((outer_ & ~FLAGS) != PLAIN) _mm_setcsr(PLAIN);
+  }
+  ~PlainNumbers() {
+    if ((outer_ & ~FLAGS) != PLAIN) _mm_setcsr(outer_);
+  }
+
+ private:
+  static constexpr unsigned PLAIN = 0x1f80, FLAGS = 0x3f;
+  const unsigned outer_ = _mm_getcsr();
+#endif
+};
+
 void take_tasks(Job& job) {
+  const PlainNumbers mode;
   Job* const outer = std::exchange(turn.job, &job);
   try {
     for (int64_t task; (task = job.next.fetch_add(1, std::memory_order_acq_rel)) < job.n;) {
@@ -240,6 +262,7 @@ void share(void* data) {
 void parallel(int64_t n, int threads, const std::function<void(int64_t)>& body) {
   if (n <= 0) return;
   if (threads <= 1 || n == 1) {
+    const PlainNumbers mode;
     for (int64_t i = 0; i < n; ++i) check_stop(), body(i);
     return;
   }
