@@ -110,7 +110,7 @@ def check_case(name: str, D: int, deterministic: bool) -> bool:
 def check(dims: list[int]) -> None:
     """Checks all cases, and that five more calls give the same bits."""
     bad = 0
-    for D in dims or [64, 128, 192, 256]:
+    for D in dims or [64, 80, 96, 128, 192, 256]:
         for name in CASES:
             bad += not check_case(name, D, True)
         bad += not check_case("causal", D, False)
