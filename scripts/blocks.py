@@ -2,7 +2,7 @@
 
     python scripts/blocks.py [--on webgpu,cuda] PAGE...
 
-The word after ```python says what a block needs: a package (mlx, transformers), which must be installed, or a device
+The word after ```python says what a block needs: a package (such as mlx), which must be installed, or a device
 (webgpu, cuda), which --on must name. All other blocks with such a word are left out and counted.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PACKAGES, DEVICES = ("mlx", "transformers"), ("webgpu", "cuda")
+PACKAGES, DEVICES = ("mlx", "transformers", "jax", "onnxruntime"), ("webgpu", "cuda")
 FENCE = re.compile(r"^```python *(?P<needs>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

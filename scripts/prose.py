@@ -92,7 +92,8 @@ def places(path: str, text: str) -> Iterator[Place]:
 def tracked() -> list[str]:
     words = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listing = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
-    return [p for p in sorted(set(listing)) if Path(p).suffix in SUFFIXES and (ROOT / p).exists()]
+    own = (p for p in sorted(set(listing)) if "/vendor/" not in p)
+    return [p for p in own if Path(p).suffix in SUFFIXES and (ROOT / p).exists()]
 
 
 def all_places(paths: Iterable[str]) -> list[Place]:

@@ -31,6 +31,8 @@ TITLES = {
     "cuda": "on an NVIDIA GPU, or in Triton's interpreter",
     "mlx": "with MLX",
     "transformers": "with transformers",
+    "jax": "with JAX",
+    "onnxruntime": "with ONNX Runtime",
 }
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 CELLS = 64

@@ -54,10 +54,11 @@ class Row:
 
 
 def sources() -> list[Source]:
-    """Python and kernel files that git tracks, or does not track and does not ignore."""
+    """Python and kernel files that git tracks, or does not track and does not ignore, without other projects'."""
     words = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *FOLDERS]
     listing = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     paths = [p for p in sorted(set(listing)) if Path(p).suffix in {".py", *KERNELS} and (ROOT / p).exists()]
+    paths = [p for p in paths if "/vendor/" not in p]
     return [Source(p, (ROOT / p).read_text(encoding="utf-8")) for p in paths]
 
 

@@ -69,7 +69,8 @@ biases, ALiBi, sinks and dropout (Philox-4x32-10).
 
 ### CPU
 
-- **Directions**: forward, backward (also for a bias, slopes and sinks), decode. torch also has second derivatives.
+- **Directions**: forward, backward (also for a bias, slopes and sinks), decode. torch also has second derivatives and
+  forward mode (`torch.func.jvp`, `jacfwd`, `hessian`), also for tangents of a bias, slopes, tables, gates and sinks.
 - **Numbers**: float32, float64, bfloat16 and float16. bfloat16 and float16 have float32 sums.
 - **Head sizes**: D and Dv from 1 to 1024.
 - **Keys**: in pages of any size (`PagedKVCache`, `PagedKeys`, `paged_attention`), and as codes of 8 or 4 bits
@@ -77,15 +78,17 @@ biases, ALiBi, sinks and dropout (Philox-4x32-10).
 - **Instruction sets**: x86-64 base, v3 (AVX2), AVX-512, AVX-512 with bf16. All four pass the contract suite.
   `SACCADE_ISA` forces one.
 - **torch 2.13 with Python 3.11**: custom operators, autograd, `torch.compile`, `torch.func`, autocast, checkpoint,
-  FSDP2.
+  FSDP2, `torch.export` with AOTInductor, ONNX ([Export and JAX](export.md)).
+- **JAX 0.10**: `jit`, `grad` and `vmap` on its CPU arrays, with the options of the table.
 - **Threads**: Saccade has workers of its own, which sleep between calls. A thread that calls with torch tensors
   uses torch's OpenMP team instead, if both have the same number of threads (Linux).
-- **Refused**: DTensor, nested and sparse tensors, forward-mode derivatives, third derivatives, 8-bit floats.
+- **Refused**: DTensor, nested and sparse tensors, forward mode with selected keys or inside `torch.compile`, gradients
+  and tangents of tangents, third derivatives, 8-bit floats.
 
 ### NVIDIA GPUs, through Triton
 
-- **Directions**: forward, backward (also for a bias, slopes and sinks), decode. torch CUDA tensors go here by
-  default.
+- **Directions**: forward, backward (also for a bias, slopes and sinks), decode, and forward mode with D of at
+  most 512, without selected keys (run in the interpreter alone). torch CUDA tensors go here by default.
 - **Numbers**: float32 (each product is three products of tf32), bfloat16 and float16, all with float32 sums.
 - **8-bit floats**: on Hopper, the forward of float8_e4m3fn, with `descale=(q, k, v)`, float32 [H] or [B, H]. o is
   bfloat16. There are no gradients.
@@ -193,6 +196,7 @@ def sections() -> dict[str, list[Row]]:
             Row("decode, 1 query and 4096 keys", attention(Tq=1, Tk=4096, Hk=2)),
             Row("no query, no key", attention(Tq=0, Tk=0)),
             Row("selected keys", attention(mask=select(np.zeros((2, 8, 64, 4), np.int32), 16))),
+            Row('`deterministic="batch"`', attention(deterministic="batch")),
         ],
         "Scores": [
             Row(what, attention(scores=Scores(**changes)))
@@ -205,6 +209,10 @@ def sections() -> dict[str, list[Row]]:
                 "forget gates": {"gates": True},
                 "dropout": {"dropout": 0.1},
             }.items()
+        ],
+        "Results": [
+            Row("the largest score", attention(return_max=True)),
+            Row("the entropy", attention(return_entropy=True)),
         ],
         "Keys": [
             Row("in pages", attention(source="paged")),

@@ -156,10 +156,12 @@ class Passed:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(f"{report.nodeid}\n")
 
-    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        # all tests passed earlier, or none was chosen
-        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
-            session.exitstatus = 0
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A slice may have no chosen test, and all of a run's may have passed earlier."""
+    config = session.config
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and (config.option.passed or config.option.part != "1/1"):
+        session.exitstatus = 0
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from saccade.biases import alibi, gates, relative
     from saccade.caches.contiguous import KVCache
     from saccade.caches.latent import LatentKVCache, PagedLatentKVCache
-    from saccade.caches.paged import PagedKeys, PagedKVCache
+    from saccade.caches.paged import PagedKVCache
     from saccade.caches.ragged import paged_attention
+    from saccade.caches.sequences import PagedKeys
     from saccade.errors import Unsupported
     from saccade.integrations.patch import patch_sdpa
     from saccade.weights import attention_weights
@@ -58,7 +59,7 @@ _HOMES = {
     "KVCache": "caches.contiguous",
     "LatentKVCache": "caches.latent",
     "PagedKVCache": "caches.paged",
-    "PagedKeys": "caches.paged",
+    "PagedKeys": "caches.sequences",
     "PagedLatentKVCache": "caches.latent",
     "Unsupported": "errors",
     "alibi": "biases",

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
-from types import ModuleType
 from typing import Any, NoReturn
-
-import numpy as np
 
 from . import mask as masks
 from .backends import Outputs
 from .biases import Bias, side_of
+from .frameworks import framework_of
 from .keywords import refuse
 from .layout import DEFAULT, heads_first, lse_tokens_first, tokens_first
 from .mask import Mask
@@ -33,8 +30,10 @@ def attention(
     dropout: float = 0.0,
     seed: Any = None,
     descale: Any = None,
-    deterministic: bool = True,
+    deterministic: bool | str = True,
     return_lse: bool = False,
+    return_max: bool = False,
+    return_entropy: bool = False,
     layout: str = DEFAULT,
     backend: str | None = None,
     **unknown: NoReturn,
@@ -45,8 +44,8 @@ def attention(
         q: [B, Tq, Hq, D], or [Tq, Hq, D] for B = 1 (then also k and v). q, k and v have one type and one dtype:
             torch tensors or NumPy arrays of float32, bfloat16, float16 or float64, with any strides (only a last
             dimension that is not contiguous is copied); arrays of `saccade.backends.webgpu.array`, float32 or float16,
-            whose results stay on the device, as float32; or MLX arrays, which `mx.grad` differentiates with respect
-            to q, k and v.
+            whose results stay on the device, as float32; MLX arrays, which `mx.grad` differentiates with respect to
+            q, k and v; or JAX arrays on the CPU, also under `jax.jit`, `jax.grad` and `jax.vmap`.
         k: [B, Tk, Hk, D]. Hk divides Hq; query head h reads key head h // (Hq / Hk) (Ainslie et al., 2023).
         v: [B, Tk, Hk, Dv].
         mask: which keys each query sees, an expression of `saccade.mask`; None for all keys.
@@ -63,15 +62,20 @@ def attention(
         descale: the factors of 8-bit q, k and v, each float32 [H] or [B, H] and positive: a stored x means
             factor * x. 8-bit floats need them; o is then bfloat16. Forward only.
         deterministic: True gives the same bits for the same input, with any number of threads. False allows faster
-            kernels that do not.
-        return_lse: return (o, lse) instead of o; lse is differentiable.
+            kernels that do not. "batch" also makes the bits of each row independent of the rest of the batch, of the
+            chunks and pages of a prompt, and of the function that computes it (docs/reproducible.md; He et al., 2025).
+        return_lse: also return lse, which is differentiable.
+        return_max: also return the largest score of each row, for QK-clip (Kimi K2, 2025). It has no gradient.
+        return_entropy: also return the entropy of each row's weights. It has first derivatives.
         layout: "bthd" for the shapes given here; "bhtd" for heads before tokens, as in torch's own attention: q
-            [B, Hq, Tq, D], likewise k and v, o [B, Hq, Tq, Dv] and lse [B, Hq, Tq]. Nothing is copied.
+            [B, Hq, Tq, D], likewise k and v, o [B, Hq, Tq, Dv] and the others [B, Hq, Tq]. Nothing is copied.
         backend: "cpu", "triton", "webgpu" or "metal"; None chooses by the device of the arrays.
 
     Returns:
-        o [B, Tq, Hq, Dv] in the dtype of q. With `return_lse` also lse [B, Tq, Hq], natural logarithm, float32
-        (float64 for float64 inputs). A row that sees no key has o = 0, and lse = -inf or its sink.
+        o [B, Tq, Hq, Dv] in the dtype of q, or a tuple of o and those of lse, max and entropy that are asked for, each
+        [B, Tq, Hq], float32 (float64 for float64 inputs). lse is a natural logarithm. max is that of the scores
+        after softcap and bias, without the sink. The entropy, in nats, is that of the weights of keys and sink, before
+        dropout. A row that sees no key has o = 0, max = -inf, entropy = 0, and lse = -inf or its sink.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it.
@@ -87,15 +91,15 @@ def attention(
         q, k, v = tokens_first(layout, q, k, v)
     options, request = DEFAULTS, PLAIN
     ordinary = scale is softcap is descale is backend is None and deterministic is True
-    if not ordinary or type(dropout) is not float or dropout:
-        options = _options(scale, softcap, dropout, descale, deterministic, backend)
+    more = return_max or return_entropy
+    if not ordinary or more or type(dropout) is not float or dropout:
+        options = Options(scale, softcap, dropout, descale, _checked(deterministic), backend)
+        options = options._replace(return_max=return_max, return_entropy=return_entropy)
     if options is not DEFAULTS or not (mask is bias is sinks is seed is None):
         mask = _pruned(mask, q, k, bias, options)
         request = _request(mask, bias, sinks, options, seed)
-    result = _framework(q).attention(q, k, v, request, "forward" if return_lse else "result")
-    if layout != DEFAULT:
-        result = heads_first(*result)
-    return result if return_lse else result[0]
+    result = framework_of(q).attention(q, k, v, request, "forward" if return_lse or more else "result")
+    return _asked_for(result, layout, return_lse, more)
 
 
 def attention_backward(
@@ -108,6 +112,8 @@ def attention_backward(
     mask: Mask | None = None,
     *,
     dlse: Any = None,
+    entropy: Any = None,
+    dentropy: Any = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Any = None,
@@ -115,7 +121,7 @@ def attention_backward(
     dropout: float = 0.0,
     seed: Any = None,
     descale: Any = None,
-    deterministic: bool = True,
+    deterministic: bool | str = True,
     grads: Iterable[str] | None = None,
     layout: str = DEFAULT,
     backend: str | None = None,
@@ -130,6 +136,7 @@ def attention_backward(
         q, k, v, mask and the options: as in the forward call; a call with dropout also needs its seed.
         o, lse: the results of the forward call with `return_lse=True`.
         dlse: [B, Tq, Hq], gradient of lse, in the dtype of lse; None for zero.
+        entropy, dentropy: [B, Tq, Hq], the forward call's entropy and its gradient; both None for a gradient of zero.
         grads: which other gradients to compute: any of "bias", "slopes", "sinks", "table" and "log_f". None for all
             that the call has.
         layout: of all arrays and gradients, as in the forward call.
@@ -145,8 +152,9 @@ def attention_backward(
         refuse(attention_backward, unknown)
     if layout != DEFAULT:
         do, q, k, v, o = tokens_first(layout, do, q, k, v, o)
-        lse, dlse = lse_tokens_first(lse, dlse)
-    options = _options(scale, softcap, dropout, descale, deterministic, backend)
+        lse, dlse, entropy, dentropy = lse_tokens_first(lse, dlse, entropy, dentropy)
+    options = Options(scale, softcap, dropout, descale, _checked(deterministic), backend)
+    options = options._replace(return_entropy=dentropy is not None)
     request = _request(_pruned(mask, q, k, bias, options), bias, sinks, options, seed)
     side = request.side
     present = frozenset(name for name, x in side._asdict().items() if x is not None)
@@ -157,7 +165,8 @@ def attention_backward(
         )
     if dropout and seed is None:
         raise ValueError("dropout without a seed: give the seed of the forward call")
-    *first, extras = _framework(q).attention_backward(q, k, v, Outputs(o, lse, do, dlse), request, wanted)
+    outputs = Outputs(o, lse, do, dlse, None, entropy, dentropy)
+    *first, extras = framework_of(q).attention_backward(q, k, v, outputs, request, wanted)
     if layout != DEFAULT:
         # swapping tokens and heads is its own inverse
         first = tokens_first(layout, *first)
@@ -174,7 +183,10 @@ def decode(
     softcap: float | None = None,
     sinks: Any = None,
     bias: Any = None,
+    deterministic: bool | str = True,
     return_lse: bool = False,
+    return_max: bool = False,
+    return_entropy: bool = False,
     layout: str = DEFAULT,
     backend: str | None = None,
     **unknown: NoReturn,
@@ -190,12 +202,12 @@ def decode(
         mask: as in `attention`, in addition to the lengths of the cache and to `causal`.
         causal: True hides keys after a query's own position, with any mask. False lets all queries see all keys that
             the mask allows, as in cross-attention.
-        scale, softcap, sinks, bias, return_lse, backend: as in `attention`. Tk is the capacity of the cache; for
-            `PagedKeys`, of one row of the block table. A latent cache needs a scale.
-        layout: of q, o and lse, as in `attention`. The cache keeps its own layout.
+        scale, softcap, sinks, bias, deterministic, backend, return_lse and others: as in `attention`. Tk is the
+            capacity of the cache; for `PagedKeys`, of one row of the block table. A latent cache needs a scale.
+        layout: of q and the results, as in `attention`. The cache keeps its own layout.
 
     Returns:
-        o [B, Tq, Hq, Dv], with `return_lse` also lse [B, Tq, Hq], as in `attention`.
+        o [B, Tq, Hq, Dv], or a tuple of o, lse, max and entropy, as in `attention`.
 
     Raises:
         TypeError, ValueError, Unsupported: as in `attention`.
@@ -216,16 +228,17 @@ def decode(
             f"scale is None; expected the model's scale, because a latent row of {cache.k.shape[-1]} numbers is not a "
             "head of the model: give scale=, such as 192**-0.5 for DeepSeek-V3"
         )
-    framework, request = _framework(q), PLAIN
+    framework, request = framework_of(q), PLAIN
     mask = of_decode(mask, q, causal)
-    if not (mask is scale is softcap is bias is sinks is backend is None):
-        request = _request(mask, bias, sinks, Options(scale, softcap, backend=backend), None)
+    more = return_max or return_entropy
+    if more or not (mask is scale is softcap is bias is sinks is backend is None and deterministic is True):
+        options = Options(scale, softcap, deterministic=_checked(deterministic), backend=backend)
+        options = options._replace(return_max=return_max, return_entropy=return_entropy)
+        request = _request(mask, bias, sinks, options, None)
         if type(bias) is Bias and bias.prune is not None:
             raise ValueError("gates of decode have prune; expected none: it is for attention and attention_backward")
     result = framework.decode(q, cache, request)
-    if layout != DEFAULT:
-        result = heads_first(*result)
-    return result if return_lse else result[0]
+    return _asked_for(result, layout, return_lse, more)
 
 
 def of_decode(mask: Mask | None, q: Any, causal: bool) -> Mask | None:
@@ -238,10 +251,17 @@ def of_decode(mask: Mask | None, q: Any, causal: bool) -> Mask | None:
     return CAUSAL if mask is None else mask & CAUSAL if isinstance(mask, Mask) else mask
 
 
-def _options(scale: Any, softcap: Any, dropout: Any, descale: Any, deterministic: Any, backend: Any) -> Options:
-    if type(deterministic) is not bool:
-        raise TypeError(f"deterministic is {deterministic!r}; expected True or False")
-    return Options(scale, softcap, dropout, descale, deterministic, backend)
+def _asked_for(results: tuple[Any, ...], layout: str, lse: bool, more: bool) -> Any:
+    # o, or a tuple of o, lse if asked for, and more
+    o, of_keys, *others = results if layout == DEFAULT else heads_first(*results)
+    return (o, of_keys, *others) if lse else (o, *others) if more else o
+
+
+def _checked(deterministic: Any) -> Any:
+    if type(deterministic) is not bool and deterministic != "batch":
+        error = ValueError if isinstance(deterministic, str) else TypeError
+        raise error(f'deterministic is {deterministic!r}; expected True, False or "batch"')
+    return deterministic
 
 
 def _request(mask: Any, bias: Any, sinks: Any, options: Options, seed: Any) -> Request:
@@ -256,28 +276,3 @@ def _pruned(mask: Any, q: Any, k: Any, bias: Any, options: Options) -> Any:
     from .pruning import pruned
 
     return pruned(mask, q, k, bias, options.scale, options.softcap)
-
-
-def _framework(q: Any) -> ModuleType:
-    return _frameworks.get(type(q)) or _find_framework(q)
-
-
-# the framework of each type of array seen so far
-_frameworks: dict[type, ModuleType] = {}
-
-
-def _find_framework(q: Any) -> ModuleType:
-    # torch is looked up, never imported: a tensor exists only after torch was imported
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(q, torch.Tensor):
-        from .frameworks import torch as framework
-    elif isinstance(q, np.ndarray):
-        from .frameworks import numpy as framework
-    elif type(q).__module__ == "saccade.backends.webgpu.arrays":
-        from .frameworks import webgpu as framework
-    elif type(q).__module__ == "mlx.core":
-        from .frameworks import mlx as framework
-    else:
-        raise TypeError(f"q is {type(q).__name__}; expected a torch tensor or a NumPy array [B, Tq, Hq, D]")
-    _frameworks[type(q)] = framework
-    return framework

@@ -26,9 +26,9 @@ def lse_tokens_first(*arrays: Any) -> list[Any]:
     return [None if x is None else x.swapaxes(-2, -1) for x in arrays]
 
 
-def heads_first(o: Any, lse: Any) -> tuple[Any, Any]:
+def heads_first(o: Any, *rows: Any) -> tuple[Any, ...]:
     """Views of the results [B, T, H, D] and [B, T, H], or None, with heads before tokens."""
-    return _exchanged(o), *lse_tokens_first(lse)
+    return _exchanged(o), *lse_tokens_first(*rows)
 
 
 def _exchanged(x: Any) -> Any:

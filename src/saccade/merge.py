@@ -8,7 +8,9 @@ from typing import Any
 from .arrays import cast, is_torch, namespace
 
 
-def merge(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None) -> tuple[Any, Any]:
+def merge(
+    parts: Sequence[tuple[Any, ...]], *, sinks: Any = None, return_max: bool = False, return_entropy: bool = False
+) -> tuple[Any, ...]:
     """Attention over the union of the keys of several partial results.
 
     It applies the correction of online softmax (Milakov and Gimelshein, 2018) between parts. Parts are added in their
@@ -16,14 +18,17 @@ def merge(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None) -> tuple[Any, 
 
     Args:
         parts: pairs (o [..., H, Dv], lse [..., H]) of the same queries over disjoint keys, NumPy arrays or torch
-            tensors. lse is a natural logarithm; where it is -inf the part has no key, and its o is not read.
+            tensors. lse is a natural logarithm; where it is -inf the part has no key, and its o is not read. With
+            return_max or return_entropy the parts also have these results, as `attention` returns them.
         sinks: [H], one logit per query head, for parts that were computed without sinks.
+        return_max, return_entropy: also return the maximum and the entropy of each row, [..., H].
 
     Returns:
-        (o, lse) with the shapes and dtypes of the first part. Sums are float32 (float64 for float64 inputs).
+        (o, lse), and then max and entropy if asked for, with the shapes and dtypes of the first part. Sums are float32
+        (float64 for float64 inputs).
 
     Raises:
-        ValueError: there are no parts, or their shapes differ.
+        ValueError: there are no parts, they lack a result, or their shapes differ.
         TypeError: parts mix NumPy and torch.
 
     Examples:
@@ -31,14 +36,15 @@ def merge(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None) -> tuple[Any, 
         >>> o, lse = saccade.merge([first, saccade.attention(q, k[:, 512:], v[:, 512:], return_lse=True)])
     """
     parts = list(parts)
-    _check(parts, sinks)
+    _check(parts, sinks, 2 + return_max + return_entropy)
     xp, dtype = namespace(parts[0][0]), parts[0][0].dtype
     work = xp.float64 if dtype == xp.float64 else xp.float32
-    lses = [cast(lse, work) for _, lse in parts]
+    lses = [cast(part[1], work) for part in parts]
     if sinks is not None:
         lses.append(xp.broadcast_to(cast(sinks, work), lses[0].shape))
     # the maximum cancels, so it needs no gradient
     m = _largest([lse.detach() if is_torch(lse) else lse for lse in lses], xp)
+    m = xp.where(m == -xp.inf, xp.zeros_like(m), m)
     weights = [xp.exp(lse - m) for lse in lses]
     total = weights[0]
     for w in weights[1:]:
@@ -47,25 +53,43 @@ def merge(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None) -> tuple[Any, 
     empty = total == 0
     floor = xp.where(empty, xp.ones_like(total), total)
     out = xp.zeros_like(parts[0][0], dtype=work)
-    for (o, _), w in zip(parts, weights, strict=False):
+    for (o, *_), w in zip(parts, weights, strict=False):
         unread = (w == 0)[..., None]
         out = out + xp.where(unread, xp.zeros_like(o, dtype=work), cast(o, work)) * (w / floor)[..., None]
     lse = xp.where(empty, xp.full_like(total, -xp.inf), m + xp.log(floor))
-    return cast(out, dtype), cast(lse, parts[0][1].dtype)
+    more: list[Any] = []
+    if return_max:
+        more.append(_largest([part[2] for part in parts], xp))
+    if return_entropy:
+        none = xp.zeros_like(lse)
+        entropies = [cast(part[-1], work) for part in parts] + [none] * (sinks is not None)
+        whole = none
+        for entropy, of_part, w in zip(entropies, lses, weights, strict=True):
+            # the entropy of one part relative to all weights
+            log = xp.where(w == 0, none, of_part - xp.where(w == 0, none, lse))
+            whole = whole + w / floor * (entropy - log)
+        more.append(cast(whole, parts[0][-1].dtype))
+    return cast(out, dtype), cast(lse, parts[0][1].dtype), *more
 
 
 def _largest(lses: list[Any], xp: Any) -> Any:
     m = lses[0]
     for lse in lses[1:]:
         m = xp.maximum(m, lse)
-    return xp.where(m == -xp.inf, xp.zeros_like(m), m)
+    return m
 
 
-def _check(parts: list[tuple[Any, Any]], sinks: Any) -> None:
+def _check(parts: list[tuple[Any, ...]], sinks: Any, results: int) -> None:
     if not parts:
         raise ValueError("merge got no parts; expected at least one pair (o, lse)")
+    for n, part in enumerate(parts):
+        if len(part) != results:
+            raise ValueError(
+                f"part {n} has {len(part)} results; expected {results}: o, lse, and what return_max and return_entropy "
+                f"name"
+            )
     o_shape, lse_shape = tuple(parts[0][0].shape), tuple(parts[0][1].shape)
-    for n, (o, lse) in enumerate(parts):
+    for n, (o, lse, *_) in enumerate(parts):
         if tuple(o.shape) != o_shape or tuple(lse.shape) != lse_shape or o_shape[:-1] != lse_shape:
             raise ValueError(
                 f"part {n} has o {list(o.shape)} and lse {list(lse.shape)}; expected o [..., H, Dv] and lse [..., H] "

@@ -52,17 +52,19 @@ class Options(NamedTuple):
     """The numeric options of a call as the caller passed them, and how to compute it.
 
     descale: the factors of 8-bit q, k and v, arrays or specs. origin: the index of distance 0 in the table. summed:
-    log_f already holds running sums, from a cache.
+    log_f already holds running sums, from a cache. return_max, return_entropy: whether these results are wanted.
     """
 
     scale: float | None = None
     softcap: float | None = None
     dropout: float = 0.0
     descale: Any = None
-    deterministic: bool = True
+    deterministic: bool | str = True
     backend: str | None = None
     origin: int = 0
     summed: bool = False
+    return_max: bool = False
+    return_entropy: bool = False
 
 
 DEFAULTS = Options()

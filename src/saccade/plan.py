@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .mask.forms import D_LO, K_HI, Q_LO, Lowered, LoweredHeads
+from .mask.forms import D_LO, K_HI, Q_LO, LoweredHeads
 from .mask.gathering import gathered
 from .mask.lowering import lower
 from .mask.memo import Memo
-from .mask.segments import segments
-from .mask.strides import Cut, classes_of, cut
-from .mask.tiling import FULL, PARTIAL, View, fitting
+from .mask.strides import Cut, cut
+from .mask.tiling import FULL, PARTIAL, fitting
+from .plan_parts import Part, part_of_cut, part_of_sequences
 
 if TYPE_CHECKING:
     from .problem import Problem
 
-Int32, Int64 = NDArray[np.int32], NDArray[np.int64]
+Int32 = NDArray[np.int32]
 _PLANS = Memo()
 # keys are copied into another order if that reduces the number of visited tiles by at least this factor
 GATHERED = 2
@@ -33,7 +33,8 @@ class Limits:
 
     tile_q, tile_k: tile sizes in queries and keys. least_q: the smallest tile_q that blocks in a mask may lead to, 0 if
     tile_q is fixed. memory: bytes of fast memory per core. quantum: ranges of visited keys are rounded outward to its
-    multiples, ranges of full ones inward. gathers: the backend can read keys in an order given by the plan.
+    multiples, ranges of full ones inward. gathers: the backend can read keys in an order given by the plan. tests_all:
+    no segment is FULL where bits must not depend on the batch, because kernels round pairs that they test differently.
     Decode splits the keys of one query, or of up to few_queries over at least split_from keys, into about `lanes` work
     items of at least split_least keys. A backward has about `owners` work items, at most most_owners per key head,
     whose sums of key gradients take at most owner_bytes.
@@ -46,6 +47,7 @@ class Limits:
     quantum: int = 1
     least_q: int = 0
     gathers: bool = False
+    tests_all: bool = False
     few_queries: int = 8
     split_from: int = 128
     lanes: int = 64
@@ -53,84 +55,6 @@ class Limits:
     owners: int = 16
     most_owners: int = 8
     owner_bytes: int = 1 << 28
-
-
-@dataclass(frozen=True, eq=False)
-class Ranges:
-    """Keys that each tile visits.
-
-    ptr: int32 [C * M * Bm * n_tiles + 1]. Tile ((c * M + m) * Bm + b) * n_tiles + n has seg[ptr[tile]:ptr[tile + 1]].
-    seg: int32 [n, 3], (begin, end, kind): sorted, disjoint ranges of keys of a class; kind is 1 PARTIAL or 2 FULL.
-    """
-
-    ptr: Int32
-    seg: Int32
-
-    def keys(self, kind: int = 0) -> Int64:
-        """How many keys each tile visits, in order of `ptr`; with `kind`, only in its segments of that kind."""
-        width = (self.seg[:, 1] - self.seg[:, 0]).astype(np.int64)
-        return self._sums(width * (self.seg[:, 2] == kind) if kind else width)
-
-    def tiles(self, tile_k: int) -> Int64:
-        """How many tiles of `tile_k` keys each tile visits; a tile of keys in two segments counts once."""
-        first, last = self.seg[:, 0] // tile_k, -(-self.seg[:, 1] // tile_k)
-        cell, before = np.repeat(np.arange(len(self.ptr) - 1), np.diff(self.ptr)), np.zeros_like(last)
-        before[1:] = np.where(cell[1:] == cell[:-1], last[:-1], 0)
-        return self._sums(np.maximum(last - np.maximum(first, before), 0))
-
-    def full_tiles(self, tile_k: int) -> Int64:
-        """How many tiles of `tile_k` keys each tile visits that lie in FULL segments."""
-        inside = self.seg[:, 1] // tile_k - -(-self.seg[:, 0] // tile_k)
-        return self._sums(np.maximum(inside, 0) * (self.seg[:, 2] == FULL))
-
-    def _sums(self, numbers: NDArray[Any]) -> Int64:
-        # a number per segment, summed for each tile
-        total = np.concatenate([[0], np.cumsum(numbers, dtype=np.int64)])
-        return total[self.ptr[1:]] - total[self.ptr[:-1]]
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """Residue classes of one stride: class c has the rows q_start[c] + step·a, a < nq[c], and keys likewise.
-
-    Every row is in exactly one class. masks take (t, j) of the whole problem and no longer contain the stride, which is
-    constant within a class. head: int32 [Hq], the mask of each query head. Bm: 1 or B. n_tiles: tiles of the longest
-    class.
-    """
-
-    step: int
-    q_start: Int32
-    k_start: Int32
-    nq: Int32
-    nk: Int32
-    masks: tuple[Lowered, ...]
-    head: Int32
-    ranges: Ranges
-    n_tiles: int
-    Bm: int
-
-    def tiled(self, tile_q: int, chunk: int, quantum: int) -> Ranges:
-        """Keys that each tile of `tile_q` rows visits, for kernels whose tiles differ from the plan's."""
-        view = _view(self.step, self.q_start, self.k_start, self.nq, self.nk, tile_q)
-        return _ranges(self.masks, view, self.Bm, chunk, quantum)
-
-    def transposed(self, tile_k: int, chunk: int = 64) -> Ranges:
-        """Rows that visit each tile of `tile_k` keys; ceil(max nk / tile_k) tiles per class."""
-        masks = tuple(m.transpose() for m in self.masks)
-        view = _view(self.step, self.k_start, self.q_start, self.nk, self.nq, tile_k)
-        return _ranges(masks, view, self.Bm, chunk, 1)
-
-    def total(self, numbers: Int64, B: int) -> int:
-        """The sum, over the batch and all query heads, of a number per tile in order of `ranges.ptr`."""
-        heads = np.bincount(self.head, minlength=len(self.masks)) * (B if self.Bm == 1 else 1)
-        each = numbers.reshape(len(self.nq), len(heads), numbers.size // (len(self.nq) * len(heads)))
-        return int((each * heads.reshape(1, -1, 1)).sum())
-
-    def pairs(self, keys: Int64, tile_q: int, B: int) -> int:
-        """The number of pairs of tiles of `tile_q` rows (fewer at the end of a class) with `keys` keys each."""
-        rows = np.clip(self.nq.reshape(-1, 1).astype(np.int64) - np.arange(0, int(self.nq.max()), tile_q), 0, tile_q)
-        shape = len(self.nq), len(self.masks) * self.Bm, rows.shape[1]
-        return self.total(keys.reshape(shape) * rows[:, None], B)
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,7 +130,9 @@ def make_plan(problem: Problem, limits: Limits, parts: tuple[Part, ...] | Lowere
     sizes = p.B, p.Hq, p.Hk, p.Tq, p.Tk, p.D, p.Dv
     # the rows of a list of selected keys are not divided by strides
     whole = p.selection is not None
-    key, plan = (None, None) if parts else _PLANS.get(p.others, (*sizes, p.accumulator, limits, whole))
+    key, plan = (
+        (None, None) if parts else _PLANS.get(p.others, (*sizes, p.accumulator, limits, whole, p.batch_invariant))
+    )
     if plan is None:
         heads = lower(p.others, p.B, p.Hq, p.Tq, p.Tk) if parts is None else parts
         plan = _plan(p, limits, heads)
@@ -224,45 +150,13 @@ def _plan(p: Problem, limits: Limits, parts: tuple[Part, ...] | LoweredHeads, or
     tile_q = limits.tile_q
     if isinstance(parts, LoweredHeads):
         heads, tile_q = parts, fitting(tile_q, limits.least_q, parts.masks)
-        cuts = [Cut(1, 0, heads.masks)] if p.selection is not None else cut(heads, p.Tq, p.Tk)
-        parts = tuple(_part(c, heads, p, limits, tile_q) for c in cuts)
+        if p.batch_invariant:
+            parts = (part_of_sequences(heads, p, limits, tile_q),)
+        else:
+            cuts = [Cut(1, 0, heads.masks)] if p.selection is not None else cut(heads, p.Tq, p.Tk)
+            parts = tuple(part_of_cut(c, heads, p, limits, tile_q) for c in cuts)
     sizes = p.B, p.Hq, p.Hk, p.Tq, p.Tk
     return Plan(tile_q, limits.tile_k, parts, *_split(p, limits, parts), _owners(p, limits, parts), *sizes, order)
-
-
-def _part(c: Cut, heads: LoweredHeads, p: Problem, limits: Limits, tile_q: int) -> Part:
-    view, (q_start, k_start, nq, nk) = _classes(c.step, c.phase, p.Tq, p.Tk, tile_q)
-    batch = max(m.batch for m in heads.masks)
-    ranges = _ranges(c.masks, view, batch, limits.tile_k, limits.quantum)
-    return Part(c.step, q_start, k_start, nq, nk, c.masks, heads.head, ranges, view.n_tiles, batch)
-
-
-@lru_cache(maxsize=256)
-def _classes(step: int, phase: int, Tq: int, Tk: int, tile: int) -> tuple[View, list[Int32]]:
-    classes = classes_of(step, phase, Tq, Tk)
-    return _view(step, *classes, tile), [a.astype(np.int32) for a in classes]
-
-
-def _view(step: int, q_start: Any, k_start: Any, nq: Any, nk: Any, tile: int) -> View:
-    n_tiles = -(-int(nq.max()) // tile)
-    q_start, k_start, nq, nk = (a.astype(np.int64, copy=False) for a in (q_start, k_start, nq, nk))
-    return View(step, q_start, k_start, nq, nk, tile, n_tiles)
-
-
-def _ranges(masks: Sequence[Lowered], view: View, batch: int, chunk: int, quantum: int) -> Ranges:
-    lists = [segments(m, view, batch, chunk, quantum) for m in masks]
-    counts, seg = lists[0]
-    if len(lists) > 1:
-        # within each class, the tiles are grouped by mask
-        C = len(view.nq)
-        table = np.stack([f[0].reshape(C, -1) for f in lists], axis=1)
-        cells = np.arange(table.size).reshape(table.shape)
-        where = [np.repeat(cells[:, m].reshape(-1), f[0]) for m, f in enumerate(lists)]
-        order = np.argsort(np.concatenate(where), kind="stable")
-        counts, seg = table.reshape(-1), np.concatenate([f[1] for f in lists])[order]
-    ptr = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=ptr[1:])
-    return Ranges(ptr, seg)
 
 
 def _split(p: Problem, limits: Limits, parts: Sequence[Part]) -> tuple[int, int]:
@@ -271,12 +165,19 @@ def _split(p: Problem, limits: Limits, parts: Sequence[Part]) -> tuple[int, int]
     if len(parts) > 1 or parts[0].step > 1 or len(parts[0].masks) > 1:
         # kernels that split the keys read one list of keys for all heads
         return 1, 0
+    if p.batch_invariant:
+        # ranges of fixed size, of one sequence per batch entry
+        one = len(parts[0].nq) == (1 if parts[0].entry is None else p.B)
+        return (max(1, -(-p.Tk // limits.split_least)), limits.split_least) if one else (1, 0)
     wanted = max(1, limits.lanes // max(1, p.B * p.Hk))
     keys = max(limits.split_least, -(-p.Tk // wanted // 64) * 64)
     return max(1, -(-p.Tk // keys)), keys
 
 
 def _owners(p: Problem, limits: Limits, parts: Sequence[Part]) -> int:
+    if p.batch_invariant:
+        # as for one batch entry; more owners than tiles would only add zeros
+        return max(1, min(limits.owners // p.Hk, limits.most_owners, parts[0].n_tiles))
     heads = max(1, p.B * p.Hk)
     sums = heads * p.Tk * (p.D + p.Dv + 32) * np.dtype(p.accumulator).itemsize
     tiles = max(part.n_tiles for part in parts) // 8

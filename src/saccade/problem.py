@@ -62,6 +62,9 @@ OPTIONS = {
     "source": "keys in pages",
     "quantised": "keys and values as codes",
     "select": "selected keys",
+    "batch": 'deterministic="batch"',
+    "return_max": "return_max",
+    "return_entropy": "return_entropy",
 }
 
 
@@ -105,7 +108,8 @@ class Problem:
     """One attention call without its arrays. Frozen and hashable, because plans are cached by it.
 
     mask: None allows every pair. source: how keys are stored, "strided" or "paged". quantised: how k and v encode
-    numbers of dtype, None if they do not.
+    numbers of dtype, None if they do not. return_max, return_entropy: results after o and lse. A backward with a
+    gradient of the entropy has return_entropy.
     """
 
     B: int
@@ -122,13 +126,20 @@ class Problem:
     quantised: Quantised | None = None
     device: str = "cpu"
     needs_grad: bool = False
-    deterministic: bool = True
+    deterministic: bool | str = True
+    return_max: bool = False
+    return_entropy: bool = False
 
     @cached_property
     def uses(self) -> frozenset[str]:
         """The options in use, including those of the scores: a backend must support all of them."""
-        of_mask = frozenset() if self.selection is None else frozenset({"select"})
-        return self.scores.uses | in_use(self, _NO_OPTIONS) | of_mask
+        more = {"select": self.selection is not None, "batch": self.batch_invariant}
+        return self.scores.uses | in_use(self, _NO_OPTIONS) | {name for name, used in more.items() if used}
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether no bit of a row may depend on the batch around it, on chunks, on pages, or on the verb."""
+        return self.deterministic == "batch"
 
     @cached_property
     def selection(self) -> Selection | None:
@@ -149,7 +160,7 @@ class Problem:
     @property
     def few_pairs(self) -> bool:
         """Whether a backward refines lse and delta per row, by two more products: errors are visible in short rows."""
-        return self.Tq * self.Tk <= FEW_PAIRS
+        return not self.batch_invariant and self.Tq * self.Tk <= FEW_PAIRS
 
     @cached_property
     def accumulator(self) -> str:
@@ -194,7 +205,8 @@ def describe(
         )
     if D < 1 or Dv < 1:
         raise ValueError(f"head sizes are D = {D} and Dv = {Dv}; expected at least 1")
-    if max(Tq, Tk) >= LONGEST:
+    # symbolic lengths of torch.export are checked by the call itself: a bound here would restrict them
+    if any(type(n) is int and n >= LONGEST for n in (Tq, Tk)):
         raise ValueError(f"lengths are Tq = {Tq} and Tk = {Tk}; expected less than 2**30: split the call and merge")
     dtype = _dtype(q, k, v, options.descale)
     if dtype in FP8:
@@ -213,9 +225,9 @@ def describe(
         gates=side.log_f is not None and check_gates(side.log_f, B, Tk, Hq, q.device),
         dropout=dropout_of(options.dropout),
     )
-    needs_grad, deterministic = grads is not None, bool(options.deterministic)
-    sizes = B, Tq, Tk, Hq, Hk, D, Dv
-    return Problem(*sizes, dtype, mask, scores, source, quantised, q.device, needs_grad, deterministic)
+    sizes, needs_grad = (B, Tq, Tk, Hq, Hk, D, Dv), grads is not None
+    more = options.deterministic, bool(options.return_max), bool(options.return_entropy)
+    return Problem(*sizes, dtype, mask, scores, source, quantised, q.device, needs_grad, *more)
 
 
 def check_selection(mask: Mask | None, Hk: int) -> None:
@@ -229,17 +241,8 @@ def check_selection(mask: Mask | None, Hk: int) -> None:
         raise ValueError("select with per_head is not defined; give select the lists of each key head")
 
 
-def not_with_select(problem: Problem) -> list[str]:
-    """Reasons why kernels of selected keys do not compute a problem: options whose rows they do not know."""
-    if problem.selection is None:
-        return []
-    known = {"softcap", "sinks", "source", "quantised", "select"}
-    names = sorted(OPTIONS[name] for name in problem.uses - known)
-    return [f"selected keys with {name} are not computed: leave one of the two out" for name in names]
-
-
 def check_gradients(problem: Problem, rows: dict[str, Spec]) -> None:
-    """Check the arrays do, o, lse and dlse that a backward call adds: shapes, dtypes and devices."""
+    """Check the arrays that a backward call adds, do, o, lse, dlse and others like lse: shapes, dtypes and devices."""
     for name, spec in rows.items():
         shape: tuple[int, ...] = (problem.B, problem.Tq, problem.Hq)
         dtype = problem.accumulator

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .arrays import is_torch
 from .biases import Bias, running_sums
 from .errors import Unsupported
 from .mask import Mask, columns, per_head
@@ -25,6 +26,8 @@ def pruned(mask: Mask | None, q: Any, k: Any, bias: Bias, scale: float | None, s
     q: [B, Tq, Hq, D], k: [B, Tk, Hk, D], NumPy or torch. Raises ValueError for terms besides the gates, and for a mask
     under which a query might not see its own position.
     """
+    if not isinstance(q, np.ndarray) and not is_torch(q):
+        raise TypeError(f"prune is given for {type(q).__name__}; expected NumPy arrays or tensors: leave prune out")
     if any(x is not None for x in (bias.array, bias.slopes, bias.table)):
         raise ValueError("prune is given for a sum of terms; expected gates alone, whose sums bound the scores")
     if mask is None or not _sees_itself(mask):

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .philox import dropout_kept
-from .reference_softmax import softmax
+from .reference_softmax import logs_of_weights, softmax
 from .reference_terms import gradients_of_terms, terms_by_position
 
 Array = NDArray[Any]
@@ -16,9 +16,10 @@ Pair = tuple[Array, Array]
 
 
 class OracleOptions(NamedTuple):
-    """The options of a call. stop: [B], the position of the last query plus 1; None for Tk.
+    """The options of a call. stop: [B], the position of the last query plus 1; None for Tk. dentropy: [B, Tq, Hq].
 
     bias broadcasts to [B, Hq, Tq, Tk]. slopes: [Hq] or [B, Hq]. table: [Hq, R] or [B, Hq, R]. log_f: [B, Tk, Hq].
+    dentropy: [B, Tq, Hq], the gradient of the entropy, None for zero.
     """
 
     scale: float | None = None
@@ -33,11 +34,13 @@ class OracleOptions(NamedTuple):
     dropout: float = 0.0
     seed: int = 0
     dtype: Any = np.float64
+    dentropy: Any = None
 
 
-class _Weights(NamedTuple):
-    allowed: Array  # bool [B, Hq, Tq, Tk], as are the shapes of the next five
+class Weights(NamedTuple):
+    allowed: Array  # bool [B, Hq, Tq, Tk], as are the shapes of s and of the four after sink
     s: Array  # -inf where not allowed
+    sink: Array  # [B, Hq, Tq, 1]
     p: Array  # weights before dropout
     keep: Array  # 0 or 1 / (1 - dropout)
     slope: Array  # derivative of the score with respect to q . k
@@ -47,15 +50,15 @@ class _Weights(NamedTuple):
 
 def forward(q: Array, k: Array, v: Array, mask: Any = None, **options: Any) -> Pair:
     """o [B, Tq, Hq, Dv] and lse [B, Tq, Hq] of q [B, Tq, Hq, D], k [B, Tk, Hk, D], v, each step rounded to `dtype`."""
-    q, k, v, r = _by_head(q, k, v, options)
-    rows = _rows(q, k, mask, OracleOptions(**options), r)
-    return _outputs(rows, r(_product(r(rows.p * rows.keep), v, rows.allowed)))
+    q, k, v, r = by_head(q, k, v, options)
+    rows = weights_of(q, k, mask, OracleOptions(**options), r)
+    return _outputs(rows, r(product(r(rows.p * rows.keep), v, rows.allowed)))
 
 
 def backward(
     do: Array, q: Array, k: Array, v: Array, mask: Any = None, *, dlse: Any = None, **options: Any
 ) -> tuple[Array, Array, Array, dict[str, Array]]:
-    """Gradients (dq, dk, dv, dict of side arrays' gradients by name) of sum(do * o) + sum(dlse * lse)."""
+    """Gradients (dq, dk, dv, those of side arrays by name) of the sum of do * o, dlse * lse and dentropy * entropy."""
     return both(do, q, k, v, mask, dlse=dlse, **options)[1]
 
 
@@ -64,38 +67,43 @@ def both(
 ) -> tuple[Pair, tuple[Array, Array, Array, dict[str, Array]]]:
     """The results of `forward` and of `backward`, which share the weights."""
     opt, Hk = OracleOptions(**options), k.shape[2]
-    q, k, v, r = _by_head(q, k, v, options)
-    rows = _rows(q, k, mask, opt, r)
-    do, dl = r(do).swapaxes(1, 2), 0 if dlse is None else r(dlse).swapaxes(1, 2)[..., None]
-    o = r(_product(r(rows.p * rows.keep), v, rows.allowed))
+    q, k, v, r = by_head(q, k, v, options)
+    rows = weights_of(q, k, mask, opt, r)
+    do, (dl, dh) = (
+        r(do).swapaxes(1, 2),
+        (0 if x is None else r(x).swapaxes(1, 2)[..., None] for x in (dlse, opt.dentropy)),
+    )
+    o = r(product(r(rows.p * rows.keep), v, rows.allowed))
     with np.errstate(invalid="ignore", over="ignore"):
         p = r(np.where(rows.allowed, np.exp(rows.s - np.where(rows.lse == -np.inf, 0, rows.lse)), 0))
         dp = r(np.where(rows.allowed, do @ v.swapaxes(-1, -2), 0) * rows.keep)
         delta = np.where(rows.allowed.any(-1), (do * o).sum(-1), 0)[..., None]
-        ds = r(np.where(rows.allowed, p * (dp - delta + dl), 0))
+        logs, entropy = logs_of_weights(rows.s, rows.sink, rows.lse)
+        ds = r(np.where(rows.allowed, p * (dp - delta + dl - dh * (logs[..., :-1] + entropy)), 0))
         draw = r(ds * rows.slope)
     extras = gradients_of_terms(ds, rows.distance, opt)
     if opt.sinks is not None:
         p_sink = np.exp(r(opt.sinks).reshape(-1, 1, 1) - rows.lse)
-        extras["sinks"] = np.where(p_sink > 0, p_sink * (dl - delta), 0).sum((0, 2, 3))
-    dq = r(_product(draw, k, rows.allowed)).swapaxes(1, 2)
+        more = dl - delta - dh * (logs[..., -1:] + entropy)
+        extras["sinks"] = np.where(p_sink > 0, p_sink * more, 0).sum((0, 2, 3))
+    dq = r(product(draw, k, rows.allowed)).swapaxes(1, 2)
     across = (x.swapaxes(-1, -2) for x in (draw, r(p * rows.keep)))
-    dk, dv = (_product(w, x, rows.allowed.swapaxes(-1, -2)) for w, x in zip(across, (q, do), strict=True))
+    dk, dv = (product(w, x, rows.allowed.swapaxes(-1, -2)) for w, x in zip(across, (q, do), strict=True))
     dk, dv = (r(x.reshape(len(x), Hk, -1, *x.shape[2:]).sum(2)) if x.size else x[:, :Hk] for x in (dk, dv))
     return _outputs(rows, o), (dq, dk.swapaxes(1, 2), dv.swapaxes(1, 2), extras)
 
 
-def _outputs(rows: _Weights, o: Array) -> Pair:
+def _outputs(rows: Weights, o: Array) -> Pair:
     return o.swapaxes(1, 2), rows.lse[..., 0].swapaxes(1, 2)
 
 
 def weights(q: Array, k: Array, mask: Any = None, **options: Any) -> Array:
     """The weights [B, Hq, Tq, Tk] of attention, before dropout."""
-    q, k, _, r = _by_head(q, k, k, options)
-    return _rows(q, k, mask, OracleOptions(**options), r).p
+    q, k, _, r = by_head(q, k, k, options)
+    return weights_of(q, k, mask, OracleOptions(**options), r).p
 
 
-def _rows(q: Array, k: Array, mask: Any, opt: OracleOptions, r: Any) -> _Weights:
+def weights_of(q: Array, k: Array, mask: Any, opt: OracleOptions, r: Any) -> Weights:
     B, Hq, Tq, Tk = shape = (*q.shape[:3], k.shape[2])
     scale = 1 / np.sqrt(q.shape[-1]) if opt.scale is None else opt.scale
     bias = np.zeros(()) if opt.bias is None else r(opt.bias)
@@ -115,10 +123,10 @@ def _rows(q: Array, k: Array, mask: Any, opt: OracleOptions, r: Any) -> _Weights
     s = np.where(allowed, s, -np.inf)
     p, lse = softmax(np.concatenate([s, sink], -1))
     keep = dropout_kept(shape, opt.dropout, opt.seed) / (1 - opt.dropout) if opt.dropout else np.ones(shape)
-    return _Weights(allowed, s, r(p[..., :-1]), keep, slope, distance, lse)
+    return Weights(allowed, s, sink, r(p[..., :-1]), keep, slope, distance, lse)
 
 
-def _by_head(q: Array, k: Array, v: Array, options: dict[str, Any]) -> tuple[Array, Array, Array, Any]:
+def by_head(q: Array, k: Array, v: Array, options: dict[str, Any]) -> tuple[Array, Array, Array, Any]:
     # [B, T, H, D] -> [B, Hq, T, D], with kv heads repeated for the query heads of a group, and a function that rounds
     G, dtype = q.shape[2] // k.shape[2], np.dtype(options.get("dtype", np.float64))
     work = np.float64 if dtype == np.float64 else np.float32
@@ -126,7 +134,7 @@ def _by_head(q: Array, k: Array, v: Array, options: dict[str, Any]) -> tuple[Arr
     return r(q).swapaxes(1, 2), r(k).swapaxes(1, 2).repeat(G, 1), r(v).swapaxes(1, 2).repeat(G, 1), r
 
 
-def _product(w: Array, x: Array, allowed: Array) -> Array:
+def product(w: Array, x: Array, allowed: Array) -> Array:
     # w @ x over only the allowed pairs: w is 0 elsewhere, but 0 * NaN of an excluded row of x must not count
     finite = np.isfinite(x)
     y = w @ np.where(finite, x, 0)

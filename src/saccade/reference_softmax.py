@@ -21,6 +21,17 @@ def softmax(s: Array) -> Pair:
         return e / np.where(total == 0, 1, total), m + np.log(total)
 
 
+def logs_of_weights(s: Array, sink: Array, lse: Array) -> Pair:
+    """(log p of scores and sink [..., Tk + 1], the entropy [..., 1]); the logarithm of a weight of 0 is 0.
+
+    s: [..., Tk], -inf where not allowed. sink, lse: [..., 1].
+    """
+    s = np.concatenate([s, sink], -1)
+    with np.errstate(invalid="ignore"):
+        logs = np.where(s == -np.inf, 0, s - lse)
+        return logs, -(np.where(s == -np.inf, 0, np.exp(logs)) * logs).sum(-1, keepdims=True)
+
+
 def softmax_two_pass(s: Array) -> Array:
     """The weights of finite scores [..., Tk] in two passes, the first for maximum and sum together."""
     m, total = np.full(s.shape[:-1], -np.inf), np.zeros(s.shape[:-1])

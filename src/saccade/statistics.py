@@ -34,6 +34,11 @@ def sinks_gradient(sinks: Any, lse: Any, delta: Any, *, log2: bool = False) -> A
     return -(share * delta).sum(tuple(range(lse.ndim - 1)))
 
 
+def sink_delta(delta: Any, sinks: Any, lse: Any, dentropy: Any) -> Any:
+    """The Δ [..., Hq] of sinks, whose logarithms of weights also enter the entropy; dentropy: its gradient, or None."""
+    return delta if dentropy is None else delta + dentropy * (sinks - lse)
+
+
 def sinks_gradient_of(stats: Any, sinks: Any) -> Float32:
     """The gradient [Hq] of the sinks from stats [rows, Hq, 4]."""
     wide = np.asarray(stats, np.float64)

@@ -170,15 +170,15 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"only \[1\|B, 1\|Hq, Tq, Tk\] and \[1\|B, 1\|Hq, 1, Tk\]",
     ),
     # caches
-    "deterministic as text": (
-        lambda: saccade.attention(Q, K, V, deterministic="batch"),
-        TypeError,
-        r"deterministic is 'batch'; expected True or False",
+    "deterministic as another text": (
+        lambda: saccade.attention(Q, K, V, deterministic="rows"),
+        ValueError,
+        r"deterministic is 'rows'; expected True, False or \"batch\"",
     ),
     "deterministic as a number": (
         lambda: saccade.attention_backward(Q, Q, K, V, Q, Q[..., 0], deterministic=1),
         TypeError,
-        r"deterministic is 1; expected True or False",
+        r"deterministic is 1; expected True, False or \"batch\"",
     ),
     "causal as a mask": (
         lambda: saccade.decode(Q, saccade.KVCache(1, 4, 2, 8), causal=masks.causal()),

@@ -56,8 +56,26 @@ def test_equal_channels_are_a_head(backend, dtype) -> None:
     require(run.compare(op, arrays, got, dtype, given), dtype)
 
 
-def configuration(n: int) -> tuple[str, Sizes, str, int | None, bool, bool]:
-    """An operator, sizes, a dtype, a chunk, and whether decays are strong and states are returned, from a number."""
+DECAYS = ("", "head", "channel")
+
+
+def betas_of_channels(decay: str) -> run.Op:
+    """The rule with a beta per value channel, and no decay, or one per head or key channel."""
+
+    def arrays(rng: np.random.Generator, s: Sizes) -> dict[str, Any]:
+        rows = run.by_name("gated_delta_rule").make(rng, s)
+        rows["beta"] = rng.uniform(0, 1, rows["v"].shape)
+        if not decay:
+            del rows["g"]
+        if decay == "channel":
+            rows["g"] = -rng.exponential(0.3, (s.B, s.T, s.H, s.K))
+        return rows
+
+    return replace(run.by_name("gated_delta_rule"), name=f"betas of channels {decay}", make=arrays)
+
+
+def configuration(n: int) -> tuple[run.Op, Sizes, str, int | None, bool, bool]:
+    """A rule, sizes, a dtype, a chunk, and whether decays are strong and states are returned, from a number."""
     draw = random.Random(n)
     packed, Hk = draw.random() < 0.4, draw.choice([1, 1, 2, 3])
     T = draw.choice([1, 1, 2, 5, 16, 17, 33, 63, 64, 65, 100, 130])
@@ -67,7 +85,8 @@ def configuration(n: int) -> tuple[str, Sizes, str, int | None, bool, bool]:
         draw.choice([1, 5, 16, 40, 64, 100]), borders,
     )  # fmt: skip
     dtype, chunk = draw.choice(["float32", "bfloat16", "float16"]), draw.choice([None, None, 1, 5, 16, 64, 128])
-    return draw.choice(RULES), sizes, dtype, chunk, draw.random() < 0.3, draw.random() < 0.7
+    rules = (*map(run.by_name, RULES), *map(betas_of_channels, DECAYS))
+    return draw.choice(rules), sizes, dtype, chunk, draw.random() < 0.3, draw.random() < 0.7
 
 
 @pytest.mark.sample(20)
@@ -75,8 +94,7 @@ def configuration(n: int) -> tuple[str, Sizes, str, int | None, bool, bool]:
 def test_random_configurations(backend, part, request) -> None:
     first = request.config.getoption("--seed") * 1_000_000 + part * 10
     for n in range(first, first + 10):
-        name, sizes, dtype, chunk, strong, state = configuration(n)
-        op = run.by_name(name)
+        op, sizes, dtype, chunk, strong, state = configuration(n)
         arrays = run.make(op, sizes, dtype, n)
         if strong and "g" in arrays:
             drawn = np.random.default_rng(n).choice([0, -1e-6, -1, -50, -1e4, -np.inf], arrays["g"].shape)
@@ -84,7 +102,7 @@ def test_random_configurations(backend, part, request) -> None:
         do, dstate = run.cotangents(run.expected(op, arrays), dtype, n)
         given = do, dstate if state else np.zeros_like(dstate)
         got = run.computed(op, arrays, backend, given, state=state, chunk=chunk)
-        require(run.compare(op, arrays, got, dtype, given), f"{n}: {name} {sizes} {dtype} {chunk} {strong} {state}")
+        require(run.compare(op, arrays, got, dtype, given), f"{n}: {op.name} {sizes} {dtype} {chunk} {strong} {state}")
 
 
 @pytest.mark.parametrize("dtype", ["float64"])
@@ -104,23 +122,8 @@ def test_products_are_the_published_steps(backend, dtype, seed) -> None:
     torch.testing.assert_close(state, S, rtol=1e-11, atol=1e-11)
 
 
-def betas_of_channels(decay: str) -> run.Op:
-    """The rule with a beta per value channel, and no decay, or one per head or key channel."""
-
-    def arrays(rng: np.random.Generator, s: Sizes) -> dict[str, Any]:
-        rows = run.by_name("gated_delta_rule").make(rng, s)
-        rows["beta"] = rng.uniform(0, 1, rows["v"].shape)
-        if not decay:
-            del rows["g"]
-        if decay == "channel":
-            rows["g"] = -rng.exponential(0.3, (s.B, s.T, s.H, s.K))
-        return rows
-
-    return replace(run.by_name("gated_delta_rule"), name=f"betas of channels {decay}", make=arrays)
-
-
 @pytest.mark.parametrize("borders", [None, (0, 7, 7, 20)])
-@pytest.mark.parametrize("decay", ["", "head", "channel"])
+@pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_a_beta_per_value_channel(backend, dtype, decay, borders, seed) -> None:
     sizes = Sizes(1 if borders else 2, 20, 2, 1, 8, 3, borders)

@@ -16,6 +16,7 @@ from saccade.testing.cases import Case
 from saccade.testing.compare import measure_all, require
 from saccade.testing.inputs import NEEDLES, make
 from saccade.testing.run import expected, plain
+from saccade.testing.tensors import get, put
 
 KINDS = ("random", *NEEDLES)
 # latent_dim, rope_dim and heads: of DeepSeek-V3 with fewer heads, and smaller ones
@@ -79,6 +80,20 @@ def test_many_heads(backend) -> None:
     """128 heads as in DeepSeek-V3, whose rows take two tiles of queries, and keys in several ranges."""
     case = Case("heads", 2, 700, 1, 128, 1, 576, 512, mask="causal()", scale=0.07)
     check(case, [690], "bfloat16", backend, "random", 0, None)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_that_are_a_view_of_keys(backend, dtype) -> None:
+    """Without a cache; 192 and 128 are a head size of the kernels for Hopper, too."""
+    case = Case("view", 20, 23, 1, 3, 1, 192, 128, mask="causal()", scale=0.07)
+    x = make(case, dtype)
+    x = replace(x, v=x.k[..., : case.Dv])
+    q, k, do = (put(a) for a in (x.q, x.k, x.do))
+    given = {"mask": x.mask, "scale": case.scale, "backend": backend}
+    o, lse = saccade.attention(q, k, k[..., : case.Dv], return_lse=True, **given)
+    gradients = saccade.attention_backward(do, q, k, k[..., : case.Dv], o, lse, dlse=put(x.dlse), **given)
+    got = {name: get(a) for name, a in zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *gradients[:3]), strict=True)}
+    require(measure_all(got, expected(x), plain(x), numpy_dtype(dtype)), f"{case} {dtype}")
 
 
 # the largest head sizes of backends that have smaller ones

@@ -66,6 +66,8 @@ def everything(B: int, tq: int, tk: int) -> dict[str, str]:
         "tiles": f"tiles({checks}, 16)",
         "tiles-causal": f"tiles({checks}, (16, 16)) & causal()",
         "dense": f"dense({[[int((7 * t + 3 * j) % 11 < 6) for j in range(tk)] for t in range(tq)]})",
+        "tree": f"tree({[j - 1 if j % 3 else j // 2 - 1 for j in range(min(tq, tk))]})",
+        "tree-batch": f"tree({[[(n + 1) * j // 4 - 1 for j in range(tk // 2)] for n in range(B)]}) & causal()",
         "per-head": "per_head([causal(), strided(3), window(2, 2), keys(0)])",
         "and": f"causal() & window(40, 0) & documents({ids}) & strided(2)",
         "or": f"window(2, 0) | strided(8) | keys({half}, {min(half + 2, tk)})",

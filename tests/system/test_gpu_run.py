@@ -83,3 +83,10 @@ def test_tests_that_passed_are_left_out(tmp_path: Path) -> None:
     again = python(*words)
     assert not again.returncode, again.stdout
     assert "deselected" in again.stdout
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("part, status", [("2/3", 0), ("1/1", 5)])
+def test_a_slice_may_have_no_chosen_test(part: str, status: int) -> None:
+    words = "-q", "-p", "no:cacheprovider", "--part", part, "-k", "absent", "tests/unit/test_imports.py"
+    assert python("-m", "pytest", *words).returncode == status

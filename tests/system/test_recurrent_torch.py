@@ -136,3 +136,19 @@ def test_ranks_refuse_a_beta_per_value_channel() -> None:
     x = torch.ones(1, 5, 2, 4)
     with pytest.raises(ValueError, match=r"beta has shape \[1, 5, 2, 4\]; expected \[B, n, H\], a beta per head, over"):
         passing.bind(recurrent.gated_delta_rule, (x, x, x, x), {})
+
+
+@pytest.mark.parametrize("op", EVERY)
+def test_forward_mode_is_refused(op) -> None:
+    """torch would take every tangent for zero."""
+    given = {n: x.float().detach() for n, x in tensors(op, Sizes(T=9), "float32").items()}
+    first, *rest = given
+    others = {n: given[n] for n in rest}
+
+    def through(x):
+        return op.call(**{first: x}, **others, **op.options)
+
+    with pytest.raises(Unsupported, match="forward mode of recurrences is not computed"):
+        torch.func.jvp(through, (given[first],), (torch.ones_like(given[first]),))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(Unsupported, match="forward mode of recurrences"):
+        through(torch.autograd.forward_ad.make_dual(given[first], torch.ones_like(given[first])))

@@ -63,7 +63,7 @@ def whole(site: Path) -> None:
     assert pages == sources | {Path("404")}
     assert not (site / "logs").exists()
     masks, derivation = ((site / name).read_text() for name in ("masks.html", "inside/derivation.html"))
-    assert masks.count("<figure><svg") == 22
+    assert masks.count("<figure><svg") == 24
     assert derivation.count("<math") > 40
     assert "arithmatex" not in derivation
     assert "saccade.api.attention" in (site / "api" / "attention.html").read_text()

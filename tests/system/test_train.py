@@ -134,6 +134,11 @@ def test_generate(unbroken: tuple[Path, dict[str, Any]], tmp_path: Path) -> None
         alone = json.loads(saccade(*greedy, "--prompt", prompt, "--chunk", 2).stdout)
         assert alone["texts"] == [text]
         assert text.startswith(prompt)
+    drafted = json.loads(saccade(*greedy, "--prompt", "def ", "--prompt", "import os, ", "--draft", "ngram").stdout)
+    assert drafted["texts"] == many["texts"]
+    assert drafted["tokens_per_call"] >= 1
+    assert "tokens per call" in saccade(*model, "--prompt", "def ", "--draft", "ngram").stderr
+    assert "expected 'ngram'" in saccade(*model, "--prompt", "def ", "--draft", "model", status=2).stderr
     halves = json.loads(
         saccade(*greedy, "--prompt", "def ", "--dtype", "bfloat16", "--window", 16, "--sinks", 2).stdout
     )

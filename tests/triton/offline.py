@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import triton
 from saccade import LatentKVCache, PagedKVCache
-from saccade.backends import Extras, Inputs
+from saccade.backends import Extras, Inputs, Outputs
 from saccade.backends.triton import (
     bias_gradient,
     hopper,
@@ -129,8 +129,8 @@ def of_problem(chip: str, dtype: str, D: int) -> dict[str, Taken]:
                 bias_gradient.launch(call, 0, arrays, dbias)
             else:
                 launch.forward(call, o, lse)
-                launch.delta(call, do, o, None)
-                share = launch.refine(call, do, lse, lse, None)
+                launch.delta(call, Outputs(o, lse, do))
+                share = launch.refine(call, Outputs(o, lse, do), lse)
                 launch.backward(call, arrays._replace(share=share), launch.Gradients(dq, dk, dv, None), False)
     return found
 
@@ -160,28 +160,29 @@ def of_hopper(mask: str, D: int, dtype: str = "bfloat16", wide: bool = False, Dv
 def of_branch(
     mask: str, Tq: int = 300, D: int = 64, dtype: str = "float32", chip: str = "sm_90", **options: Any
 ) -> dict[str, Taken]:
-    """The resources of forward and backward, or of decode for few queries, with a mask and options."""
+    """The resources of forward and backward, or of decode for few queries; more: with maximum and entropy of rows."""
+    more = options.pop("more", False)
     p = Problem(
-        2, Tq, 300, 4, 2, D, D, dtype=dtype, device=f"cuda:{chip}", mask=parse(mask),
-        scores=Scores(scale=0.1, **options), needs_grad=True,
+        2, Tq, 300, 4, 2, D, D, dtype=dtype, device=f"cuda:{chip}", mask=parse(mask), needs_grad=True,
+        return_max=(more := options.pop("more", False)), return_entropy=more, scores=Scores(0.1, **options),
     )  # fmt: skip
     plan, kind = make_plan(p, limits(p)), getattr(torch, dtype)
     q, o, do, dq = (torch.empty(2, Tq, 4, D, dtype=kind) for _ in range(4))
     k, v, dk, dv = (torch.empty(2, 300, 2, D, dtype=kind) for _ in range(4))
     lse, dbias = torch.empty(2, Tq, 4), torch.empty(p.scores.bias) if p.scores.bias else None
     extras = Extras(
-        bias=dbias, slopes=torch.empty(p.scores.alibi) if p.scores.alibi else None,
-        sinks=torch.empty(4) if p.scores.sinks else None,
-        seed=3 << 33, lengths=torch.zeros(2, dtype=torch.int32) if Tq < 8 else None,
+        bias=dbias, seed=3 << 33, slopes=torch.empty(p.scores.alibi) if p.scores.alibi else None,
+        sinks=torch.empty(4) if p.scores.sinks else None, lengths=torch.zeros(2, dtype=torch.int32) if Tq < 8 else None,
     )  # fmt: skip
     with recorded(chip) as found:
-        call = launch.AttentionLaunch(p, plan, Inputs(q, k, v, extras))
+        call = launch.AttentionLaunch(p, plan, Inputs(q, k, v, extras), launch.more_results(p, lse))
         if Tq < 8:
             launch_decode.decode(call, o, lse)
         else:
             launch.forward(call, o, lse)
-            share = launch.refine(call, do, lse, lse, lse)
-            arrays = call.arrays._replace(do=launch.array(do), lse=lse, share=share, delta=lse)
+            outputs = Outputs(o, lse, do, lse, None, *[lse if more else None] * 2)
+            share, dentropy = launch.refine(call, outputs, launch.delta(call, outputs)), outputs.dentropy
+            arrays = call.arrays._replace(do=launch.array(do), lse=lse, share=share, delta=lse, dentropy=dentropy)
             launch.backward(call, arrays, launch.Gradients(dq, dk, dv, dbias), bool(p.scores.alibi))
     return found
 
@@ -209,13 +210,7 @@ def of_pages(
 
 
 def of_latent(
-    Tq: int,
-    kind: str | None = None,
-    heads: int = 128,
-    dtype: Any = torch.bfloat16,
-    chip: str = "sm_90",
-    *,
-    apart: bool = False,
+    Tq: int, kind: str | None = None, heads: int = 128, dtype: Any = torch.bfloat16, chip: str = "sm_90", **more: bool
 ) -> dict[str, Taken]:
     """The resources of decode, or of the forward for more queries, with latent rows of DeepSeek-V3's sizes.
 
@@ -230,9 +225,9 @@ def of_latent(
     q, o = (torch.empty(2, Tq, heads, n, dtype=dtype) for n in (576, 512))
     extras = Extras(lengths=torch.zeros(2, dtype=torch.int32), k_scale=cache.k_scale, v_scale=cache.v_scale)
     with recorded(chip) as found:
-        v = cache.v.contiguous() if apart else cache.v
+        v = cache.v.contiguous() if more.get("apart") else cache.v
         call = launch.AttentionLaunch(p, plan, Inputs(q, cache.k, v, extras))
-        assert call.columns == (512, not apart)
+        assert call.columns == (512, not more.get("apart"))
         (launch_decode.decode if Tq < 8 else launch.forward)(call, o, torch.empty(2, Tq, heads))
     return found
 
@@ -253,7 +248,7 @@ def of_selected(
         call = launch.AttentionLaunch(p, make_plan(p, limits(p)), Inputs(q, k, v))
         launch_decode.selected(call, o, lse)
         if Tq > 1:
-            share = launch.refine(call, do, lse, lse, lse)
+            share = launch.refine(call, Outputs(o, lse, do, lse), lse)
             arrays = call.arrays._replace(do=launch.array(do), lse=lse, share=share, delta=lse)
             launch.backward(call, arrays, launch.Gradients(dq, dk, dv), False)
     return found

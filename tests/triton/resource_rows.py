@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from offline import (
@@ -25,9 +26,37 @@ from offline import (
     of_problem,
     of_recurrent,
     of_selected,
+    recorded,
 )
 
-from saccade.backends.triton import hopper, versions
+from saccade.backends import Extras, Inputs
+from saccade.backends.triton import hopper, limits, tangent, versions
+from saccade.mask import parse
+from saccade.plan import make_plan
+from saccade.problem import Problem, Scores
+
+
+def of_tangent(chip: str, dtype: str, D: int, mask: str = "causal()", **options: Any) -> dict[str, Taken]:
+    """The resources of the kernel of forward mode, with tangents of all arrays."""
+    p = Problem(
+        2, 300, 300, 4, 2, D, D, dtype=dtype, device=f"cuda:{chip}", mask=parse(mask),
+        scores=Scores(scale=0.1, **options),
+    )  # fmt: skip
+    q, k, v, o = (torch.empty(2, 300, heads, D, dtype=getattr(torch, dtype)) for heads in (4, 2, 2, 4))
+    extras, lse = Extras(seed=3 << 33), torch.empty(2, 300, 4)
+    shapes = {"bias": p.scores.bias, "slopes": p.scores.alibi, "sinks": (4,) if p.scores.sinks else None}
+    shapes |= {
+        "distances": (1, 4, 899) if p.scores.relative else None,
+        "gates": (2, 300, 4) if p.scores.gates else None,
+    }
+    for name, shape in shapes.items():
+        wide = torch.float64 if name == "gates" else torch.float32
+        extras = extras._replace(**{name: None if shape is None else torch.empty(shape, dtype=wide)})
+    inputs = Inputs(q, k, v, extras)
+    with recorded(chip) as found:
+        tangent(p, make_plan(p, limits(p)), inputs, o, lse, inputs)
+    return found
+
 
 TABLE = Path(__file__).parent / "resources.csv"
 KEYS = ["triton", "chip", "dtype", "D", "mask", "kernel"]
@@ -57,6 +86,10 @@ BRANCHES: dict[str, Callable[..., dict[str, Taken]]] = {
     "odd": partial(of_branch, "documents(cu_seqlens=[0, 70, 300]) & causal()", D=255),
     "stride": partial(of_branch, "strided(5, 3) & causal()", D=24),
     "few pairs": partial(of_branch, "causal()", 13),
+    "more results": partial(of_branch, "causal()", sinks=True, dropout=0.25, more=True),
+    "more results of large heads": partial(of_branch, "causal()", D=256, dtype="bfloat16", more=True),
+    "more results of two parts": partial(of_branch, "strided(5) | window(9, 0)", sinks=True, more=True),
+    "more results of few queries": partial(of_branch, "window(9, 0)", 2, sinks=True, more=True),
     "lists": of_lists,
     "pages": partial(of_pages, 1),
     "long pages": partial(of_pages, 1, 128),
@@ -78,6 +111,14 @@ BRANCHES: dict[str, Callable[..., dict[str, Taken]]] = {
     "latent rows of codes": partial(of_latent, 4, "int8"),
     "latent rows of a prompt": partial(of_latent, 100, None, 16),
     "latent rows in float32": partial(of_latent, 1, None, 16, torch.float32),
+    "tangents": partial(
+        of_tangent, dtype="float32", D=64, mask="causal() | documents(cu_seqlens=[0, 70, 300])", softcap=2.0,
+        sinks=True, dropout=0.25, bias=(1, 4, 300, 300),
+    ),
+    "tangents by position, of parts": partial(
+        of_tangent, dtype="bfloat16", D=128, mask="causal() & (strided(5) | window(9, 0))", alibi=(1, 4),
+        relative=(1, 4), gates=True,
+    ),
     "recurrent, mapped": partial(of_recurrent, "bfloat16", "linear-exp"),
     "recurrent, over all": partial(of_recurrent, "float16", "linear-all"),
     "recurrent, packed": partial(of_recurrent, "bfloat16", "ssd", True),
@@ -93,6 +134,7 @@ BRANCHES: dict[str, Callable[..., dict[str, Taken]]] = {
     "recurrent, a token": partial(of_recurrent, "bfloat16", "gated_delta_rule", T=1, H=2, Hk=1, K=128, V=128),
     "recurrent, ungated": partial(of_recurrent, "float16", "delta_rule", True, H=2, Hk=1, K=256, V=256),
     "recurrent, large heads": partial(of_recurrent, "bfloat16", "delta_rule", H=2, Hk=1, K=256, V=256),
+    "recurrent, few rows": partial(of_recurrent, "float32", "delta_rule", K=3, V=40),
     "recurrent, channels": partial(of_recurrent, "float16", "gated_linear", True, H=2, Hk=1, K=256, V=256),
     "scan, packed": partial(of_recurrent, "bfloat16", "selective_scan", True, K=16, V=16),
     "scan of constants": partial(of_recurrent, "float32", "selective_scan-N", K=16, V=16),
@@ -106,6 +148,11 @@ ROWS: dict[tuple[str, str, int, str], Callable[[], dict[str, Taken]]] = (
     {
         (chip, dtype, D, "portable"): partial(of_problem, chip, dtype, D)
         for chip in CHIPS
+        for dtype in ("bfloat16", "float32")
+        for D in (64, 128, 256, 512)
+    }
+    | {
+        ("sm_90", dtype, D, "tangents"): partial(of_tangent, "sm_90", dtype, D)
         for dtype in ("bfloat16", "float32")
         for D in (64, 128, 256, 512)
     }

@@ -33,6 +33,14 @@ BEFORE = 13 if versions.FLAT_LAUNCHER else 15
 def launches(monkeypatch) -> list[tuple[tuple[int, ...], list[Any]]]:
     """(grid, arguments) of every launch as Triton's launcher would get them; nothing runs on a GPU."""
     found: list[tuple[tuple[int, ...], list[Any]]] = []
+    short_way, alive = replay._short_way, []
+
+    def kept(kind: str) -> Any:
+        def empty(*args: Any) -> torch.Tensor:
+            alive.append(short_way(kind)(*args))
+            return alive[-1]
+
+        return empty
 
     def launch(*args: Any) -> None:
         own = list(args[BEFORE:] if versions.FLAT_LAUNCHER else args[BEFORE])
@@ -60,6 +68,8 @@ def launches(monkeypatch) -> list[tuple[tuple[int, ...], list[Any]]]:
     monkeypatch.setattr(JITFunction, "run", run)
     utils = SimpleNamespace(fill_tma_descriptor=tensor_map, fill_tma_descriptor_tiled=tensor_map)
     active = SimpleNamespace(get_current_stream=lambda index: 0, utils=utils)
+    # a replay's launches have pointers alone: freed scratch could become a gradient, which would name it
+    monkeypatch.setattr(replay, "_short_way", kept)
     monkeypatch.setattr(replay, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from saccade.mask.forms import LoweredHeads
-from saccade.plan import Part, Plan, Ranges
+from saccade.plan import Part, Plan
+from saccade.plan_parts import Ranges
 
 Bools = NDArray[np.bool_]
 

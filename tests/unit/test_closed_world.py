@@ -39,7 +39,8 @@ INVENTED = {
     "twist": Twisted(1, 256, 256, 4, 4, 64, 64, dtype="bfloat16", scores=Scores(scale=0.1), twist=1),
 }
 EVERY_OPTION = replace(
-    PLAIN, source="paged", mask=saccade.mask.select([[[[0]]]]),
+    PLAIN, source="paged", deterministic="batch", return_max=True, return_entropy=True,
+    mask=saccade.mask.select([[[[0]]]]),
     quantised=saccade.KVCache(1, 1, 1, 8, quantised="int8").quantised,
     scores=Scores(softcap=1.0, sinks=True, bias=(1, 1, 1, 1), alibi=(1, 4), relative=(1, 4), gates=True, dropout=0.5),
 )  # fmt: skip
@@ -90,7 +91,7 @@ def test_options_have_names() -> None:
 @pytest.mark.parametrize("name", backends.ORDER)
 def test_what_a_backend_takes_is_an_option(name: str) -> None:
     takes = backends.load(name).TAKES
-    assert takes.keys() == {"forward", "backward", "decode"}
+    assert takes.keys() - {"tangent"} == {"forward", "backward", "decode"}
     assert all(options <= set(OPTIONS) for options in takes.values())
 
 
@@ -157,6 +158,21 @@ def test_an_unknown_option_has_no_second_derivative() -> None:
     for problem in INVENTED.values():
         with pytest.raises(saccade.Unsupported, match=r"second derivatives with t[iw][a-z]+ are not computed"):
             second_derivative(problem, [x] * 6, [x] * 5 + [None] * 3, 0)
+
+
+def test_an_unknown_option_has_no_tangent() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from saccade.frameworks.torch_run import refuse_tangent
+
+    for name in ("cpu", "triton"):
+        refuse_tangent(backends.load(name), PLAIN)
+        for problem in INVENTED.values():
+            with pytest.raises(Unsupported, match=r"forward-mode derivatives with t[iw][a-z]+ are not computed here"):
+                refuse_tangent(backends.load(name), problem)
+    for name in ("webgpu", "metal"):
+        with pytest.raises(Unsupported, match="forward-mode derivatives are not computed here"):
+            refuse_tangent(backends.load(name), PLAIN)
 
 
 def test_a_new_kind_of_scan_is_refused_by_the_core() -> None:

@@ -39,7 +39,10 @@ def test_ragged_prefill_and_decode() -> None:
 
 @pytest.mark.parametrize("batch, page_size, chunk", [(1, 4, 64), (2, 1, 3), (3, 16, 1), (9, 5, 7)])
 @pytest.mark.parametrize("window", [0, 6])
-def test_prompts_that_come_and_go_end_as_alone(batch: int, page_size: int, chunk: int, window: int) -> None:
+@pytest.mark.parametrize("draft", [None, "ngram"])
+def test_prompts_that_come_and_go_end_as_alone(
+    batch: int, page_size: int, chunk: int, window: int, draft: str | None
+) -> None:
     model, tokens = small(sliding_window=window), some_tokens(5, 30)
     # the second starts with the same tokens as the first, and the last equals all of it
     tokens[1, :12] = tokens[0, :12]
@@ -47,7 +50,7 @@ def test_prompts_that_come_and_go_end_as_alone(batch: int, page_size: int, chunk
     tokens[4] = tokens[0]
     prompts = [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
     greedy = Sampler(0.0)
-    served = dict(serve(model, prompts, 11, greedy, batch=batch, page_size=page_size, chunk=chunk))
+    served = dict(serve(model, prompts, 11, greedy, batch=batch, page_size=page_size, chunk=chunk, draft=draft))
     for number, prompt in enumerate(prompts):
         alone = [token for (token,) in generate(model, [prompt], 11, greedy)]
         assert served[number] == alone[: len(served[number])]
@@ -95,6 +98,33 @@ def test_draws_do_not_depend_on_the_batch() -> None:
     with pytest.raises(ValueError, match="prompt 1 is empty"):
         next(serve(model, [tokens[0], []], 8, Sampler()))
     assert dict(serve(model, tokens[:2], 0, Sampler())) == {0: [], 1: []}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_passes_of_fixed_rows_give_texts_that_do_not_depend_on_the_batch(temperature: float, dtype: str) -> None:
+    model, tokens = small().to(getattr(torch, dtype)), some_tokens(6, 40)
+    tokens[1, :12] = tokens[0, :12]
+    prompts = [row[:n].tolist() for row, n in zip(tokens, (14, 17, 3, 33, 12, 40), strict=True)]
+    logits: list[dict[int, list[bytes]]] = []
+
+    class Recorder(Sampler):
+        def draw(self, row, generator=None):
+            logits[-1].setdefault(generator.initial_seed(), []).append(row.float().numpy().tobytes())
+            return super().draw(row, generator)
+
+    texts = []
+    for batch, chunk, page_size in ((1, 64, 4), (2, 3, 16), (6, 7, 1), (4, 64, 5)):
+        logits.append({})
+        sampler = Recorder(temperature)
+        served = serve(model, prompts, 8, sampler, batch=batch, rows=16, chunk=chunk, page_size=page_size, seed=5)
+        texts.append(dict(served))
+    assert texts[0] == texts[1] == texts[2] == texts[3]
+    assert logits[0] == logits[1] == logits[2] == logits[3]
+    with pytest.raises(ValueError, match="rows is 3; expected at least 4"):
+        next(serve(model, prompts, 8, Sampler(), batch=4, rows=3))
+    with pytest.raises(ValueError, match="rows is 16 with a draft"):
+        next(serve(model, prompts, 8, Sampler(), rows=16, draft="ngram"))
 
 
 def test_a_text_goes_on_beyond_the_positions() -> None:

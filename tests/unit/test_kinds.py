@@ -92,8 +92,8 @@ def test_columns_agree(name: str) -> None:
 def test_arrays_of_every_kind_are_checked(name: str) -> None:
     mask = ALONE[name]
     shapes = {array.shape for array in mask.flatten()[2]}
-    # bounds of documents and lists of tokens have a length of their own, but numbers that must fit
-    if mask.kind in ("packed", "global_tokens") and all(len(shape) == 1 for shape in shapes):
+    # bounds of documents, lists of tokens and trees have a length of their own, but numbers that must fit
+    if mask.kind in ("packed", "global_tokens", "tree") and all(len(shape) == 1 for shape in shapes):
         with pytest.raises(ValueError, match="expected"):
             mask.check(2, TQ // 2, TK // 2)
         return

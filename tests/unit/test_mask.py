@@ -50,6 +50,8 @@ EACH = [
     sm.tiles([[1, 0], [0, 1]], (2, 3)),
     sm.tiles([[[1], [0]], [[1], [1]]], (2, 6)),
     sm.dense(np.tri(4, 6) > 0),
+    sm.tree([-1, 0, 0, 2]),
+    sm.tree([[-1, 0, 1, 1, -1], [-1, -1, 0, 1, 2]]) & sm.keys([3, 6]),
     sm.per_head([sm.causal(), None]),
     ~(sm.causal() | sm.window(1, 1)) & ~sm.keys(3),
     (sm.causal() & sm.window(2)) | sm.global_tokens(1),

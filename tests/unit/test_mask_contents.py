@@ -182,6 +182,7 @@ SAME: dict[str, Callable[[Callable[[Any], Any]], Mask]] = {
     "columns": lambda of: masks.columns(of([0, 1, 1]), of([2, 2, 3])),
     "tiles": lambda of: masks.tiles(of([[1, 0], [2, 1]]) != 0, 2),
     "numbers as booleans": lambda of: masks.dense(of([[1, 0], [2, 1]])),
+    "trees": lambda of: masks.tree(of([[-1, 0, 0], [-1, -1, 1]])),
     "no ids": lambda of: masks.documents(of(np.zeros(0, np.int64))),
     "no rows": lambda of: masks.dense(of(np.zeros((0, 5), np.int64)) != 0),
     "no keys": lambda of: masks.dense(of(np.zeros((2, 0), np.int64)) != 0),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from saccade import mask as sm
+from saccade.mask.trees import depths
 
 SIZES = [(5, 5), (3, 7), (6, 4), (1, 6), (0, 3), (4, 0), (1, 1)]
 
@@ -141,6 +142,20 @@ def test_blocks_and_arrays() -> None:
     assert np.array_equal(allowed, [[layout[t // 2, j // 3] for j in range(8)] for t in range(3)])
     dense = np.arange(24).reshape(2, 3, 4) % 5 == 0
     assert np.array_equal(sm.dense(dense).evaluate(2, 1, 3, 4)[:, 0], dense)
+
+
+def test_trees() -> None:
+    parents = [-1, 0, 0, 1, -1]
+    above = [{0}, {0, 1}, {0, 2}, {0, 1, 3}, {4}]
+    for Tq, Tk, stop in ((5, 9, 9), (3, 9, 9), (7, 9, 9), (5, 9, 7), (5, 9, 3), (9, 5, 5)):
+        # the nodes of queries and keys, negative in the prefix
+        pairs = np.array(list(np.ndindex(Tq, Tk))) - (Tq - 5, stop - 5)
+        expected = [key < 0 or (node >= 0 and key in above[node]) for node, key in pairs.tolist()]
+        allowed = (sm.tree(parents) & sm.keys(stop)).evaluate(1, 1, Tq, Tk)[0, 0]
+        assert np.array_equal(allowed, np.reshape(expected, (Tq, Tk)))
+    assert np.array_equal(sm.tree(parents).evaluate(1, 1, 5, 9), (sm.tree(parents) & sm.keys(9)).evaluate(1, 1, 5, 9))
+    assert depths([parents, [-1, -1, -1, 2, 3]]).tolist() == [[0, 1, 1, 2, 0], [0, 0, 0, 1, 2]]
+    assert depths(parents).tolist() == [0, 1, 1, 2, 0]
 
 
 def test_heads() -> None:

@@ -93,11 +93,11 @@ def test_compiled():
 def test_the_operator_holds_torchs_rules():
     from torch.library import opcheck
 
-    from saccade.frameworks import torch_op
+    from saccade.frameworks import torch_arguments
     from saccade.operands import Options, Request
 
     leaves = tensors("float32")
-    rest = torch_op.arguments(Request(masks.causal(), options=Options(backend="webgpu")))
+    rest = torch_arguments.arguments(Request(masks.causal(), options=Options(backend="webgpu")))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     opcheck(torch.ops.saccade.forward.default, (*leaves, *rest, False), test_utils=tests)
 

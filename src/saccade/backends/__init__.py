@@ -66,8 +66,8 @@ class Inputs(NamedTuple):
 class Outputs(NamedTuple):
     """The results of a forward call and their cotangents, which a backward call reads.
 
-    o and do are [B, Tq, Hq, Dv]; lse and dlse are [B, Tq, Hq], and a dlse of None means zero. delta, Σ do · o - dlse,
-    is [B, Tq, Hq]; if it is None, the backward call computes it.
+    o, do: [B, Tq, Hq, Dv]. The others are [B, Tq, Hq]: lse; dlse, None for zero; entropy and dentropy, None without a
+    gradient of the entropy; delta = Σ do · o - dlse + dentropy · entropy, which a backward computes if it is None.
     """
 
     o: Any
@@ -75,6 +75,8 @@ class Outputs(NamedTuple):
     do: Any
     dlse: Any = None
     delta: Any = None
+    entropy: Any = None
+    dentropy: Any = None
 
 
 class Backend(Protocol):
@@ -104,8 +106,11 @@ class Backend(Protocol):
         """Every reason why this problem cannot be computed here, except options missing from TAKES."""
         ...
 
-    def forward(self, problem: Problem, plan: Plan, inputs: Inputs, *, out_dtype: str | None = None) -> tuple[Any, Any]:
-        """(o, lse); o has out_dtype, by default the inputs' dtype, and lse has the accumulator's."""
+    def forward(self, problem: Problem, plan: Plan, inputs: Inputs, *, out_dtype: str | None = None) -> tuple[Any, ...]:
+        """(o, lse, *more); o has out_dtype, by default the inputs' dtype, and the others have the accumulator's.
+
+        more: the maximum and the entropy [B, Tq, Hq], those that the problem asks for.
+        """
         ...
 
     def backward(
@@ -123,7 +128,7 @@ class Backend(Protocol):
         """
         ...
 
-    def decode(self, problem: Problem, plan: Plan, inputs: Inputs) -> tuple[Any, Any]:
+    def decode(self, problem: Problem, plan: Plan, inputs: Inputs) -> tuple[Any, ...]:
         """`forward` for few queries and many keys; the mask already includes the lengths."""
         ...
 
@@ -135,6 +140,11 @@ class Backend(Protocol):
         (threads, owners, do, q, k, v, o, lse, dlse or None) -> (dq, dk, dv).
         """
         return None
+
+    @staticmethod
+    def tangent(problem: Problem, plan: Plan, inputs: Inputs, o: Any, lse: Any, tangents: Inputs) -> tuple[Any, Any]:
+        """The tangents of o and lse; those of the inputs are None where zero. Only with TAKES["tangent"]."""
+        raise NotImplementedError
 
     @staticmethod
     def follows_lengths(problem: Problem, plan: Plan) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from ..frameworks.source import host, integral
 from ..rope import rope, turning
 from . import gates
 from .choice import arrays_for
+from .sequences import path_of
 from .storage import Storage, at_least
 
 # options of `rope`
@@ -214,6 +215,40 @@ class KVCache(Storage):
             x[:, :left] = new
         self.lengths = self.lengths - gone
         self._bound = min(self._bound, left)
+
+    def accept(self, tokens: int, paths: Sequence[Sequence[int]]) -> None:
+        """Of the last `tokens` tokens of each sequence keep only those of a path through a tree (`saccade.mask.tree`).
+
+        Stored numbers and codes are moved as they are, and keys stay rotated to the depths of their tokens, which are
+        the positions that the path then has.
+
+        Args:
+            tokens: how many of the last tokens belong to the tree.
+            paths: for each sequence, the tokens to keep, ascending numbers from 0 to tokens - 1; [] for none. Lengths
+                on a GPU are trusted to be at least `tokens`.
+
+        Raises:
+            ValueError: a path has other numbers, there are fewer tokens, or a path leaves out tokens before others in a
+                cache with gates.
+            Unsupported: the cache is on a WebGPU device.
+        """
+        self.in_memory("accept")
+        if len(paths) != len(self.lengths):
+            raise ValueError(f"paths has {len(paths)} paths; expected {len(self.lengths)}, one per sequence")
+        kept = [path_of(path, tokens) for path in paths]
+        if getattr(self.lengths, "is_cpu", True) and (self.lengths < tokens).any():
+            raise ValueError(f"tokens is {tokens}; expected at most {int(self.lengths.min())}, those of every sequence")
+        longest = max(map(len, kept), default=0)
+        at = np.stack([np.append(path, np.arange(len(path), longest)) for path in kept] or [np.arange(0)])
+        starts = self.lengths - tokens
+        if (at != np.arange(longest)).any():
+            gates.check_path(self)
+            rows, steps = self._arrays.steps(len(kept))[:, None], self._arrays.steps(longest)
+            sources = starts[:, None] + self._arrays.indices(at)
+            for x, moved in [(x, x[rows, sources]) for x in self.arrays]:
+                x[rows, starts[:, None] + steps] = moved
+        self.lengths = starts + self._arrays.indices(np.array([len(path) for path in kept], np.int32))
+        self._bound = max(0, self._bound - tokens + longest)
 
     def reset(self) -> None:
         """Remove all tokens; the arrays stay allocated."""

@@ -37,6 +37,12 @@ def check(cache: Storage, log_f: Any, tokens: Shape) -> None:
         check_log_f(log_f)
 
 
+def check_path(cache: Storage) -> None:
+    """Raise ValueError if the cache has gates, whose sums would include those of tokens that a path leaves out."""
+    if cache.gates is not None:
+        raise ValueError("a path leaves out tokens before others in a cache with gates; expected the first tokens")
+
+
 def sums_of_rows(cache: Storage, log_f: Any, lengths: Any) -> Any:
     """The running sums [B * T, query heads] of log_f [B, T, query heads], continued from lengths [B] of the cache."""
     last = cache.gates[cache.kind.steps(len(lengths)), (lengths - 1).clip(0)] * (lengths > 0)[:, None]

@@ -4,45 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from ..quantised import Quantised
 from ..rope import rope, turning
 from . import gates
 from .choice import arrays_for
 from .contiguous import Rotation
-from .sequences import Ints, Tokens, bounds_of
+from .sequences import Ints, PagedKeys, Tokens, bounds_of, path_of
 from .storage import Storage, at_least, whole
-
-
-class PagedKeys(NamedTuple):
-    """Keys and values of R sequences in pages, for `decode` and `paged_attention`.
-
-    Attributes:
-        k: [pages, page_size, kv_heads, head_dim].
-        v: [pages, page_size, kv_heads, v_dim].
-        block_table: int32 [R, n]; token j of sequence r is in page block_table[r, j // page_size], slot j % page_size.
-        lengths: int32 [R]. No result depends on slots or table entries beyond a sequence's length. A table and lengths
-            on the host are checked in every call; those on a GPU are not, because reading them would wait for it.
-        k_scale, v_scale: [pages, page_size, kv_heads, groups], the scales of codes in k and v, or None.
-        quantised: the kind of codes in k and v, or None.
-        sizes: (head_dim, v_dim), for rows of codes with scales on a WebGPU device, or None.
-        gates: float64 [pages, page_size, Hq], the running sums of log_f, or None.
-        aliased: whether v is a view of k, as in `PagedLatentKVCache`.
-    """
-
-    k: Any
-    v: Any
-    block_table: Any
-    lengths: Any
-    k_scale: Any = None
-    v_scale: Any = None
-    quantised: Quantised | None = None
-    sizes: tuple[int, int] | None = None
-    gates: Any = None
-    aliased: bool = False
 
 
 class PagedKVCache(Storage):
@@ -161,24 +132,29 @@ class PagedKVCache(Storage):
         less = one.length - sinks - window
         if less <= 0:
             return
-        slots = self._arrays.indices(self._slots(one, one.length - window, one.length))
-        moved = [x.reshape(-1, *x.shape[2:])[slots] for x in self.arrays]
-        if rotation is not None:
-            at = ..., self.rotary
-            moved[0][at] = rope(moved[0][at], np.full(window, -less), **dict(rotation, factor=1.0))
-        new = self.fork(sequence, sinks)
-        self._give_back(one.pages)
-        try:
-            slots = self._arrays.indices(self._taken([new], np.array([0, window])))
-        except ValueError:
-            self.remove(new)
-            self._shares[one.pages] += 1
-            self._free = [page for page in self._free if not self._shares[page]]
-            raise
-        for array, x in zip(self.arrays, moved, strict=True):
-            array.reshape(-1, *array.shape[2:])[slots] = x
+        later = self._slots(one, one.length - window, one.length)
+        new = self._rejoined(sequence, sinks, later, None if rotation is None else (-less, rotation))
         gone = one.gone + (less if rotation is None else 0)
-        self._sequences[sequence] = replace(self._sequences.pop(new), sinks=sinks, gone=gone)
+        self._sequences[sequence] = replace(new, sinks=sinks, gone=gone)
+
+    def accept(self, sequence: int, tokens: int, path: Sequence[int]) -> None:
+        """Of a sequence's last `tokens` tokens keep only those of a path, as `KVCache.accept` does.
+
+        Tokens that move are copied to pages that only this sequence uses. This also raises ValueError if too few pages
+        are free. If it raises an error, nothing has changed.
+        """
+        self.in_memory("accept")
+        one, at = self._known(sequence), path_of(path, tokens)
+        if one.length < tokens:
+            raise ValueError(f"tokens is {tokens}; expected at most {one.length}, those of sequence {sequence}")
+        start, still = one.length - tokens, at == np.arange(len(at))
+        if still.all():
+            self.crop(sequence, start + len(at))
+            return
+        gates.check_path(self)
+        first = start + int(still.argmin())
+        later = self._slots(one, start, one.length)[at[first - start :]]
+        self._sequences[sequence] = replace(self._rejoined(sequence, first, later), gone=one.gone)
 
     def append(
         self,
@@ -248,6 +224,26 @@ class PagedKVCache(Storage):
                 f"free: remove or crop sequences, append fewer tokens, or make a larger cache"
             )
         return np.concatenate([np.zeros(0, np.int64), *(self._extended(one, n) for one, n in more)])
+
+    def _rejoined(self, sequence: int, first: int, later: Ints, turn: tuple[int, Rotation] | None = None) -> Tokens:
+        # the first tokens of a sequence, and copies of those in the slots `later`, with keys rotated by turn[0]
+        slots, old = self._arrays.indices(later), self._known(sequence).pages
+        moved = [x.reshape(-1, *x.shape[2:])[slots] for x in self.arrays]
+        if turn is not None:
+            at = ..., self.rotary
+            moved[0][at] = rope(moved[0][at], np.full(len(later), turn[0]), **dict(turn[1], factor=1.0))
+        new = self.fork(sequence, first)
+        self._give_back(old)
+        try:
+            slots = self._arrays.indices(self._taken([new], np.array([0, len(later)])))
+        except ValueError:
+            self.remove(new)
+            self._shares[old] += 1
+            self._free = [page for page in self._free if not self._shares[page]]
+            raise
+        for array, x in zip(self.arrays, moved, strict=True):
+            array.reshape(-1, *array.shape[2:])[slots] = x
+        return self._sequences.pop(new)
 
     def _wanted(self, more: Iterable[tuple[Tokens, int]]) -> int:
         # pages that an append needs: new ones, and copies of a shared page until one sequence alone uses it

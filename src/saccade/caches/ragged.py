@@ -14,8 +14,7 @@ from ..mask import Mask
 from ..mask.text import brief
 from ..merge import merge
 from .choice import kind_of
-from .paged import PagedKeys
-from .sequences import Ints, bounds_of
+from .sequences import Ints, PagedKeys, bounds_of
 from .storage import Arrays
 
 # a cascade saves more than its second call and merge cost if it reads at least this many fewer keys
@@ -34,6 +33,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Any = None,
     cascade: bool = True,
+    deterministic: bool | str = True,
     return_lse: bool = False,
     backend: str | None = None,
     **unknown: NoReturn,
@@ -49,8 +49,9 @@ def paged_attention(
             arrays.
         causal: True hides keys after a query's own position, with any mask; as in `decode`.
         cascade: read the pages of a common prefix once for all sequences, and merge the two results by lse. This is
-            done only for causal attention without another mask, and only if it saves enough reads. It changes rounding.
-        scale, softcap, sinks, return_lse, backend: as in `attention`.
+            done only for causal attention without another mask, and only if it saves enough reads. It changes rounding,
+            so it is not done with deterministic="batch".
+        scale, softcap, sinks, deterministic, return_lse, backend: as in `attention`.
 
     Returns:
         o [n, Hq, Dv], with `return_lse` also lse [n, Hq].
@@ -70,7 +71,8 @@ def paged_attention(
         mask = CAUSAL if causal else FULL
     elif causal and mask != CAUSAL:
         mask = mask & CAUSAL
-    options = {"scale": scale, "softcap": softcap, "sinks": sinks, "backend": backend}
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "backend": backend}
+    options["deterministic"], cascade = deterministic, cascade and deterministic != "batch"
     o, lse = attend_ragged(q, keys, cu_q, mask, cascade=cascade, appended=True, **options)
     return (o, lse) if return_lse else o
 

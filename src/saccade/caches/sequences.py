@@ -1,16 +1,47 @@
-"""The state of one sequence of a paged cache, and how the tokens of a call are divided among sequences."""
+"""Views of sequences in a paged cache, the state of one, and how the tokens of a call are divided among them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..frameworks.source import host
+from ..quantised import Quantised
+from .storage import at_least
 
 Ints = NDArray[np.int64]
+
+
+class PagedKeys(NamedTuple):
+    """Keys and values of R sequences in pages, for `decode` and `paged_attention`.
+
+    Attributes:
+        k: [pages, page_size, kv_heads, head_dim].
+        v: [pages, page_size, kv_heads, v_dim].
+        block_table: int32 [R, n]; token j of sequence r is in page block_table[r, j // page_size], slot j % page_size.
+        lengths: int32 [R]. No result depends on slots or table entries beyond a sequence's length. A table and lengths
+            on the host are checked in every call; those on a GPU are not, because reading them would wait for it.
+        k_scale, v_scale: [pages, page_size, kv_heads, groups], the scales of codes in k and v, or None.
+        quantised: the kind of codes in k and v, or None.
+        sizes: (head_dim, v_dim), for rows of codes with scales on a WebGPU device, or None.
+        gates: float64 [pages, page_size, Hq], the running sums of log_f, or None.
+        aliased: whether v is a view of k, as in `PagedLatentKVCache`.
+    """
+
+    k: Any
+    v: Any
+    block_table: Any
+    lengths: Any
+    k_scale: Any = None
+    v_scale: Any = None
+    quantised: Quantised | None = None
+    sizes: tuple[int, int] | None = None
+    gates: Any = None
+    aliased: bool = False
 
 
 @dataclass
@@ -33,6 +64,18 @@ class Tokens:
         """The slot of the last token, numbered over all pages; -1 for none."""
         last = self.length - 1
         return self.pages[last // page_size] * page_size + last % page_size if self.length else -1
+
+
+def path_of(path: Sequence[int], tokens: int) -> Ints:
+    """path as int64 [m]; raises ValueError unless its numbers ascend from 0 or more and are below `tokens`."""
+    at_least("tokens", tokens, 0)
+    at = np.asarray(path)
+    if at.ndim != 1 or (at.size and at.dtype.kind not in "iu"):
+        raise ValueError(f"a path is {at.dtype} {list(at.shape)}; expected integers, the numbers of the tokens to keep")
+    at = at.astype(np.int64)
+    if (np.diff(at, prepend=-1, append=tokens) < 1).any():
+        raise ValueError(f"a path is {at.tolist()}; expected ascending numbers from 0 to {tokens - 1}")
+    return at
 
 
 def bounds_of(what: str, name: str, cu: Any, rows: int, tokens: int) -> Ints:

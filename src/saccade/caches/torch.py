@@ -41,6 +41,10 @@ class TorchArrays(Arrays):
             raise ValueError(
                 f"{name} is {x.layout} on {x.device}; expected {torch.strided} on {self.device}, as in the cache"
             )
+        if torch.compiler.is_exporting():
+            raise Unsupported(
+                "torch", ["a cache is written in place, which torch.export does not keep: export attention"]
+            )
         if x.requires_grad and torch.is_grad_enabled():
             reason = f"{name} requires grad, and a cache has no gradient"
             raise Unsupported("torch", [f"{reason}: append {name}.detach(), or call under torch.no_grad()"])

@@ -19,6 +19,7 @@ from .train import share_cores
 from .watch import DEFAULT_OUT
 
 if TYPE_CHECKING:
+    from saccade.models.drafts import Draft
     from saccade.models.tokens import Tokenizer
 
 PROMPT = "class Reader:\n    def __init__(self, "
@@ -39,8 +40,12 @@ def generate(
     window: Annotated[int, typer.Option(help="Keep only the keys of this many last tokens; 0 keeps all.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     chunk: Annotated[int, typer.Option(help="Tokens of the prompt read at a time.")] = 256,
+    rows: Annotated[int, typer.Option(help="Tokens of each pass of --prompts, so that texts ignore the batch.")] = 0,
     dtype: Annotated[str, typer.Option(help="Dtype of weights and keys: float32 or bfloat16.")] = "float32",
     quantised: Annotated[str | None, typer.Option(help="Store keys and values as int8, fp8 or int4 codes.")] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="ngram: draft tokens by what the text repeats, and check several in one call.")
+    ] = None,
     backend: Annotated[str | None, typer.Option(help="Attention backend; by default chosen by device.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print texts and figures as JSON.")] = False,
 ) -> None:
@@ -50,11 +55,12 @@ def generate(
     """
     share_cores()
     numbers = {"tokens": tokens, "batch": batch, "chunk": chunk, "window": window, "sinks": sinks, "seed": seed}
-    numbers |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    numbers |= {"rows": rows, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     with show.plain_errors("generate", "train"):
         check_options(prompt, prompts, dtype, numbers, backend)
         net, tokenizer = loaded(model, dtype)
         from saccade.models.batching import serve
+        from saccade.models.drafts import Draft
         from saccade.models.sampling import Sampler
         from saccade.models.sampling import generate as draw_tokens
 
@@ -62,9 +68,10 @@ def generate(
         begun, first = open_ended(tokenizer, texts)
         sampler = Sampler(temperature, top_k, top_p)
         options = dict[str, Any](seed=seed, first=first, chunk=chunk, backend=backend, quantised=quantised)
+        options["draft"] = drafts = Draft.of(draft)
         if prompts is not None:
-            served = serve(net, begun, tokens, sampler, batch=batch, **options)
-            print_served(served, tokenizer, texts, begun, as_json=as_json)
+            served = serve(net, begun, tokens, sampler, batch=batch, rows=rows or None, **options)
+            print_served(served, tokenizer, texts, begun, drafts, as_json=as_json)
             return
         done = [list(ids) for ids in begun]
         streamed = not as_json and len(texts) == 1
@@ -78,13 +85,24 @@ def generate(
                 shown = stream(tokenizer.decode(done[0]), shown)
         seconds = time.perf_counter() - started
     rate = count * len(texts) / max(seconds, 1e-9)
-    prompted, texts = texts, [tokenizer.decode(ids) for ids in done]
+    result: dict[str, Any] = {"model": str(model), "prompts": texts, "texts": [tokenizer.decode(ids) for ids in done]}
+    result |= {"seconds": seconds, "new_tokens": count, "tokens_per_second": rate, "seed": seed}
+    print_texts(result, shown, drafts, as_json=as_json)
+
+
+def print_texts(result: dict[str, Any], shown: str, drafts: Draft | None, *, as_json: bool) -> None:
+    """Prints the result of `generate` as a line of JSON, or its texts without what is shown already."""
     if as_json:
-        result: dict[str, Any] = {"model": str(model), "prompts": prompted, "texts": texts, "seconds": seconds}
-        print(json.dumps({**result, "new_tokens": count, "tokens_per_second": rate, "seed": seed}))
+        print(json.dumps(result if drafts is None else result | {"tokens_per_call": drafts.tokens_per_call}))
         return
-    print(texts[0][len(shown) :] if streamed else "\n\n".join(texts))
-    print(f"\n{count} tokens per prompt in {seconds:.2f} s, {rate:.0f} token/s", file=sys.stderr)
+    print("\n\n".join(result["texts"])[len(shown) :])
+    rate = f"{result['tokens_per_second']:.0f} token/s{per_call(drafts)}"
+    print(f"\n{result['new_tokens']} tokens per prompt in {result['seconds']:.2f} s, {rate}", file=sys.stderr)
+
+
+def per_call(drafts: Draft | None) -> str:
+    """The end of a sentence with figures: how many tokens a call drew on average."""
+    return "" if drafts is None else f", {drafts.tokens_per_call:.2f} tokens per call"
 
 
 def loaded(folder: Path, dtype: str) -> tuple[Any, Tokenizer]:
@@ -109,6 +127,8 @@ def check_options(
         raise ValueError("both --prompt and --prompts are given; expected one of them")
     if prompts is not None and numbers["window"]:
         raise ValueError("--window is for --prompt; prompts of a file share pages, which are not shortened")
+    if prompts is None and numbers["rows"]:
+        raise ValueError("--rows is for --prompts, which share a running batch")
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"--dtype is {dtype!r}; expected 'float32' or 'bfloat16'")
     checked_backend(backend)
@@ -136,6 +156,7 @@ def print_served(
     tokenizer: Tokenizer,
     prompts: list[str],
     begun: list[list[int]],
+    drafts: Draft | None = None,
     *,
     as_json: bool,
 ) -> None:
@@ -154,7 +175,8 @@ def print_served(
             print(f"--- {number + 1} of {len(prompts)} ---\n{text}\n", flush=True)
     seconds = time.perf_counter() - started
     rate = count / max(seconds, 1e-9)
-    print(f"{len(prompts)} prompts, {count} tokens in {seconds:.2f} s, {rate:.0f} token/s", file=sys.stderr)
+    figures = f"{len(prompts)} prompts, {count} tokens in {seconds:.2f} s, {rate:.0f} token/s"
+    print(f"{figures}{per_call(drafts)}", file=sys.stderr)
 
 
 def open_ended(tokenizer: Tokenizer, prompts: list[str]) -> tuple[list[list[int]], np.ndarray]:

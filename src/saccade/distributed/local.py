@@ -68,7 +68,7 @@ class Local:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of the rows and keys of one piece, in the accumulator's dtype."""
         give, (rows, keys, _) = self._giver(), call.piece
-        o, lse, do, _, delta = outputs
+        o, lse, do, _, delta = outputs[:5]
         do, q, o = (give(dense(x[:, rows])) for x in (do, q, o))
         k, v = (give(dense(x[:, keys])) for x in (k, v))
         lse, delta = (give(x[:, rows].contiguous()) for x in (lse, delta))

@@ -151,9 +151,12 @@ def spec(x: Any, place: str) -> Spec:
 
 
 def rows_of(outputs: Outputs) -> dict[str, Any]:
-    """The arrays by name that a backward call has in addition to its forward call, without a dlse that is None."""
-    rows = {"do": outputs.do, "o": outputs.o, "lse": outputs.lse}
-    return rows if outputs.dlse is None else {**rows, "dlse": outputs.dlse}
+    """The arrays by name that a backward call has besides its forward call; optional ones only if they are not None."""
+    if (outputs.entropy is None) != (outputs.dentropy is None):
+        raise ValueError("one of entropy and dentropy is None; expected both, or neither")
+    more = {name: getattr(outputs, name) for name in ("dlse", "entropy", "dentropy")}
+    required = {"do": outputs.do, "o": outputs.o, "lse": outputs.lse}
+    return required | {name: x for name, x in more.items() if x is not None}
 
 
 def gradients_of(request: Request, more: dict[str, Any], Tk: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ..arrays import numpy_dtype
 from ..backends import Inputs, Outputs
+from ..errors import Unsupported
 from ..operands import Request
 from ..problem import check_gradients
 from . import numpy as host
@@ -28,6 +29,8 @@ KINDS: dict[Any, str] = {mx.float32: "float32", mx.float16: "float16", mx.bfloat
 def attention(q: mx.array, k: mx.array, v: mx.array, request: Request, verb: str) -> tuple[mx.array, mx.array]:
     """(o, lse) of `saccade.attention`, differentiable with respect to q, k and v; verb: as for NumPy arrays."""
     _same(q, k, v)
+    if request.options.return_max or request.options.return_entropy:
+        raise Unsupported("mlx", ["return_max and return_entropy are for NumPy and torch: convert q, k and v"])
     if request.options.dropout and request.seed is None:
         # the backward must drop the same weights as the forward
         request = request._replace(seed=int(np.random.default_rng().integers(1 << 63)))

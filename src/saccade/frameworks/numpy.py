@@ -16,19 +16,17 @@ from .source import STRIDED, Source, pages_in_use, stored
 Array = NDArray[Any]
 
 
-def attention(
-    q: Array, k: Array, v: Array, request: Request, verb: str, source: Source = STRIDED
-) -> tuple[Array, Array]:
-    """(o, lse) of `saccade.attention`, computed by the backend's forward or decode.
+def attention(q: Array, k: Array, v: Array, request: Request, verb: str, source: Source = STRIDED) -> tuple[Array, ...]:
+    """(o, lse, *more) of `saccade.attention`, computed by the backend's forward or decode.
 
     verb: "forward" if a backward may follow; "result" if only o is used; "decode".
     """
     call = _lent(q, k, v, request, source=source)
     problem, plan, backend, _ = call.planned
     compute = backend.forward if verb == "forward" else backend.decode
-    o, lse = compute(problem, plan, call.inputs)
-    o = _restore(o, q.dtype)
-    return (o[0], lse[0]) if call.lifted else (o, lse)
+    o, *rows = compute(problem, plan, call.inputs)
+    results = _restore(o, q.dtype), *rows
+    return tuple(x[0] for x in results) if call.lifted else results
 
 
 def attention_backward(
@@ -39,15 +37,15 @@ def attention_backward(
     problem, plan, backend, _ = call.planned
     rows = {name: _lift(array(name, x), call.lifted) for name, x in rows_of(outputs).items()}
     check_gradients(problem, {name: spec(x, "cpu") for name, x in rows.items()})
-    outputs = Outputs(carrier(rows["o"]), rows["lse"], carrier(rows["do"]), rows.get("dlse"))
+    outputs = Outputs(**rows | {"o": carrier(rows["o"]), "do": carrier(rows["do"])})
     dq, dk, dv, more = backend.backward(problem, plan, call.inputs, outputs, grads=grads)
     first = [_restore(x, q.dtype) for x in (dq, dk, dv)]
     dq, dk, dv = (x[0] for x in first) if call.lifted else first
     return dq, dk, dv, gradients_of(request, more, problem.Tk)
 
 
-def decode(q: Array, cache: Any, request: Request) -> tuple[Array, Array]:
-    """(o, lse) of `saccade.decode`."""
+def decode(q: Array, cache: Any, request: Request) -> tuple[Array, ...]:
+    """(o, lse, *more) of `saccade.decode`."""
     k, v = array("the cache's k", cache.k), array("the cache's v", cache.v)
     if hasattr(cache, "block_table"):
         source, request = pages_in_use(cache, request)

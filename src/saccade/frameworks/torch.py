@@ -21,6 +21,7 @@ from . import torch_op as op
 from . import torch_run as run
 from .call import first_keys, rows_of, seed_value, specs_of
 from .source import STRIDED, Source, check_lengths, check_table, pages_in_use, stored, with_gates
+from .torch_arguments import arguments
 from .torch_state import autocast_active, forward_mode_active, modes_active, transforms_active
 
 _PLAIN = (Tensor, Parameter)
@@ -31,8 +32,8 @@ _NO_GRADS: frozenset[str] = frozenset()
 _BIAS = frozenset({"bias"})
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, request: Request, verb: str) -> tuple[Tensor, Tensor]:
-    """(o, lse) of `saccade.attention`, computed by the backend's forward or decode.
+def attention(q: Tensor, k: Tensor, v: Tensor, request: Request, verb: str) -> tuple[Any, ...]:
+    """(o, lse, *more) of `saccade.attention`, computed by the backend's forward or decode.
 
     verb: "decode", or "forward" or "result", which are the same here: autograd knows whether a backward may follow.
     """
@@ -49,8 +50,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, request: Request, verb: str) -> t
     if autocast_active() and _autocast_on(q.device.type):
         q, k, v = _autocast(q), _autocast(k), _autocast(v)
     if traced:
-        o, lse = _by_operator(q, k, v, request, verb)
-        return (o[0], lse[0]) if lifted else (o, lse)
+        results = _by_operator(q, k, v, request, verb)
+        return tuple(x[0] for x in results) if lifted else results
     grads = None
     if torch.is_grad_enabled() and _needs_grad(q, k, v, side):
         grads = _BIAS if side.bias is not None and side.bias.requires_grad else _NO_GRADS
@@ -59,16 +60,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, request: Request, verb: str) -> t
     if side is not NO_SIDE:
         side = run.widen(q, request, k.shape[1])
     if grads is not None:
-        o, lse = _Attention.apply((planned, request.mask, request.options, seed), q, k, v, *side)
+        results = _Attention.apply((planned, request.mask, request.options, seed), q, k, v, *side)
     else:
         extras = run.carried(seed, *side)
         if descale is not None:
             extras = extras._replace(descale=descale)
-        o, lse = run.forward(planned, q, k, v, extras, verb if verb == "result" else "decode")
-    if not lifted:
-        return o, lse
+        results = run.forward(planned, q, k, v, extras, verb if verb == "result" else "decode")
     # lse is missing if only the result is needed
-    return o[0], lse[0] if grads is not None or verb != "result" else lse
+    return tuple(x if x is None else x[0] for x in results) if lifted else results
 
 
 def attention_backward(
@@ -104,9 +103,12 @@ def attention_backward(
     return dq, dk, dv, {n: x.reshape(arrays[n].shape).to(arrays[n].dtype) for n, x in more.items()}
 
 
-def decode(q: Tensor, cache: Any, request: Request) -> tuple[Tensor, Tensor]:
-    """(o, lse) of `saccade.decode`."""
+def decode(q: Tensor, cache: Any, request: Request) -> tuple[Tensor, ...]:
+    """(o, lse, *more) of `saccade.decode`."""
     k, v, lengths = cache.k, cache.v, cache.lengths
+    if torch.compiler.is_exporting():
+        reason = "torch.export would store the cache as a constant: pass keys and lengths, and call attention with"
+        raise Unsupported("torch", [f"{reason} saccade.mask.keys(lengths) & saccade.mask.causal()"])
     if hasattr(cache, "block_table") or getattr(cache, "quantised", None) is not None:
         look = _outside_graphs if torch.compiler.is_compiling() else _by_source
         return look(q, cache, request)
@@ -126,15 +128,19 @@ def decode(q: Tensor, cache: Any, request: Request) -> tuple[Tensor, Tensor]:
 
 
 def _reads_lengths(on: Tensor, cache: Any, request: Request) -> bool:
-    # whether the backend for tensors like `on` may read lengths on its device
-    if request.side._replace(sinks=None) != NO_SIDE or getattr(cache, "gates", None) is not None:
+    # whether the backend for tensors like `on` may read lengths on its device; its kernels compute no tangents
+    if (
+        forward_mode_active()
+        or request.side._replace(sinks=None) != NO_SIDE
+        or getattr(cache, "gates", None) is not None
+    ):
         return False
     return on.is_cuda or request.options.backend not in (None, "cpu")
 
 
 def _by_lengths(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, request: Request, source: Source = STRIDED
-) -> tuple[Tensor, Tensor] | None:
+) -> tuple[Tensor, ...] | None:
     # if the backend reads lengths on its device, nothing waits for them and a captured graph follows them
     check_lengths(lengths, q.shape[0])
     with torch.no_grad():
@@ -145,7 +151,7 @@ def _by_lengths(
         return run.decode(planned, q, k, v, source.carried(Extras(sinks=sinks, lengths=lengths)))
 
 
-def _by_source(q: Tensor, cache: Any, request: Request) -> tuple[Tensor, Tensor]:
+def _by_source(q: Tensor, cache: Any, request: Request) -> tuple[Tensor, ...]:
     # decode with keys in pages or as codes
     k, v, lengths, side = cache.k, cache.v, cache.lengths, request.side
     if _traced(q, k, v, *side):
@@ -182,24 +188,27 @@ class _Attention(torch.autograd.Function):
     """The eager gradient: the same as the autograd of saccade::forward, without the overhead of an operator."""
 
     @staticmethod
-    def forward(ctx: Any, call: Any, q: Tensor, k: Tensor, v: Tensor, *side: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, call: Any, q: Tensor, k: Tensor, v: Tensor, *side: Any) -> tuple[Tensor, ...]:
         # call: the plan, the mask, the options and the seed of the dropout
         ctx.call = call
-        o, lse = run.forward(call[0], q, k, v, run.carried(call[3], *side), "forward")
-        ctx.save_for_backward(q, k, v, o, lse, *side)
+        o, lse, *more = run.forward(call[0], q, k, v, run.carried(call[3], *side), "forward")
+        problem = call[0].problem
+        ctx.save_for_backward(q, k, v, o, lse, more[-1] if problem.return_entropy else None, *side)
         ctx.set_materialize_grads(False)
-        return o, lse
+        if problem.return_max:
+            ctx.mark_non_differentiable(more[0])
+        return o, lse, *more
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        q, k, v, o, lse, *side = ctx.saved_tensors
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, *dmore: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        q, k, v, o, lse, entropy, *side = ctx.saved_tensors
         planned, mask, options, seed = ctx.call
-        outputs = Outputs(o, lse, torch.zeros_like(o) if do is None else do, dlse)
+        outputs = op.outputs_of(o, lse, entropy, do, dlse, dmore[-1] if planned.problem.return_entropy else None)
         needs = ctx.needs_input_grad[-len(Side._fields) :]
-        if torch.is_grad_enabled():
-            # a second derivative is needed, which the operator has
+        if torch.is_grad_enabled() or forward_mode_active():
+            # a second derivative or a tangent is needed, which the operator has
             key = torch.tensor(run.signed(seed)) if planned.problem.scores.dropout else None
-            rest = op.arguments(Request(mask, Side(*side), options, key))
+            rest = arguments(Request(mask, Side(*side), options, key))
             return None, *op.differentiate(q, k, v, outputs, rest, Side(*needs)).values()
         wanted, of_side, arrays = _NO_GRADS, NO_SIDE, Side(*side)
         if any(needs):
@@ -210,15 +219,14 @@ class _Attention(torch.autograd.Function):
         return None, dq, dk, dv, *of_side
 
 
-def _by_operator(q: Tensor, k: Tensor, v: Tensor, request: Request, verb: str) -> tuple[Tensor, Tensor]:
+def _by_operator(q: Tensor, k: Tensor, v: Tensor, request: Request, verb: str) -> tuple[Tensor, ...]:
     key, seed = None, request.seed
     if request.options.dropout:
         if seed is None:
             seed = torch.randint(0, (1 << 63) - 1, (), dtype=torch.int64)
         key = seed if isinstance(seed, Tensor) else torch.tensor(run.signed(seed_value(seed)))
-    rest = op.arguments(request._replace(side=run.widen(q, request, k.shape[1]), seed=key))
-    o, lse = op.call("forward", q, k, v, *rest, verb == "decode")
-    return o, lse
+    rest = arguments(request._replace(side=run.widen(q, request, k.shape[1]), seed=key))
+    return op.forward(q, k, v, rest, verb == "decode", request.options)
 
 
 def _with_specs(q: Tensor, request: Request, traced: bool) -> Request:

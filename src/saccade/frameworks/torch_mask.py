@@ -22,6 +22,8 @@ _recent: deque[Mask] = deque(maxlen=4)
 
 def split(mask: Mask | None) -> tuple[str, list[Any], list[Any]]:
     """A mask as operator arguments (structure, ints, data); NumPy leaves are copied to tensors once."""
+    if torch.compiler.is_exporting():
+        return _exported(mask)
     if mask is None:
         return "", [], []
     if torch.compiler.is_compiling():
@@ -41,6 +43,24 @@ def split(mask: Mask | None) -> tuple[str, list[Any], list[Any]]:
     return split(memo["tensors"])
 
 
+def _exported(mask: Mask | None) -> tuple[str, list[Any], list[Any]]:
+    # AOTInductor passes None for an empty list (torch 2.13), so lists have at least one entry, which `used` removes
+    ints: list[Any] = []
+    data: list[Any] = []
+    structure = "" if mask is None else _walk(mask, ints, data)
+    if torch.compiler.is_dynamo_compiling() and any(isinstance(x, np.ndarray) for x in data):
+        reason = "torch.export(strict=True) stores no NumPy arrays: make the mask of tensors, or leave strict out"
+        raise ValueError(reason)
+    # torch warns about read-only arrays
+    data = [torch.as_tensor(x.copy()) if isinstance(x, np.ndarray) else x for x in data]
+    return structure, ints or [0], data or [torch.zeros(0)]
+
+
+def used(structure: str, ints: list[Any], data: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The integers and arrays that belong to the mask of this structure."""
+    return list(ints[: structure.count("#")]), list(data[: structure.count("@")])
+
+
 def _walk(mask: Mask, ints: list[Any], data: list[Any]) -> str:
     # `Mask.flatten` for tracing: it stores nothing with the mask, and integers may be symbolic
     parts: list[str] = []
@@ -58,6 +78,7 @@ def join(structure: str, ints: list[int], data: list[Tensor]) -> Mask | None:
     """The mask of these operator arguments; the same object, with its cached plans, if it was seen before."""
     if not structure:
         return None
+    ints, data = used(structure, ints, data)
     if not data:
         return Mask.unflatten(structure, ints, data)
     key = _key(structure, ints, data)
@@ -71,6 +92,7 @@ def join(structure: str, ints: list[int], data: list[Tensor]) -> Mask | None:
 
 def seen(structure: str, ints: list[int], data: list[Tensor]) -> Mask | None:
     """The living mask that was split into these arguments, or None; never one with symbolic integers or fake arrays."""
+    ints, data = used(structure, ints, data)
     if not data or not all(type(x) is int for x in ints):
         return None
     return _live.get(_key(structure, ints, data))
@@ -92,4 +114,15 @@ def _unflatten(leaves: Any, context: tuple[str, int]) -> Mask:
     return Mask.unflatten(structure, leaves[:count], leaves[count:])
 
 
-_pytree.register_pytree_node(Mask, _flatten, _unflatten, serialized_type_name="saccade.Mask")
+def _flatten_with_keys(mask: Mask) -> tuple[list[Any], tuple[str, int]]:
+    leaves, context = _flatten(mask)
+    return [(_pytree.SequenceKey(n), leaf) for n, leaf in enumerate(leaves)], context
+
+
+_pytree.register_pytree_node(
+    Mask,
+    _flatten,
+    _unflatten,
+    serialized_type_name="saccade.Mask",
+    flatten_with_keys_fn=_flatten_with_keys,
+)

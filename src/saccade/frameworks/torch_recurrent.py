@@ -19,7 +19,7 @@ from ..recurrent.family import Family, check_borders
 from ..recurrent.problem import MATRIX
 from . import torch_run as run
 from .torch_signature import Signature
-from .torch_state import forward_mode_active, modes_active, transforms_active
+from .torch_state import forward_mode_active, modes_active, refusing_tangents, transforms_active
 
 # one per name of a family, None if omitted
 Tensors = Sequence[Tensor | None]
@@ -191,6 +191,10 @@ def register(family: Family) -> None:
     def again(ctx: Any, *_: Any) -> Any:
         raise Unsupported("torch", ["second derivatives of recurrences are not supported: detach one of the two"])
 
+    forward, fake, backward, fake_backward = (
+        refusing_tangents(f, "forward mode of recurrences is not computed: use torch.func.vjp, or detach")
+        for f in (forward, fake, backward, fake_backward)
+    )
     forward_of.register(forward, fake, setup, differentiate)
     backward_of.register(backward, fake_backward, lambda ctx, inputs, output: None, again)
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..backends import Extras, Inputs, Outputs
 from ..biases import check_log_f, for_kernels
+from ..errors import Unsupported
 from ..operands import NO_SIDE, Request, Side, Spec
-from ..problem import Problem, check_gradients
+from ..problem import OPTIONS, Problem, check_gradients
 from .call import NO_EXTRAS, PlannedCall, find, make, rows_of
 from .source import STRIDED, Source
 from .torch_state import capsule
@@ -66,8 +67,8 @@ def check_rows(problem: Problem, outputs: Outputs) -> None:
     check_gradients(problem, {name: spec(x) for name, x in rows_of(outputs).items()})
 
 
-def forward(planned: PlannedCall, q: Tensor, k: Tensor, v: Tensor, extras: Extras, verb: str) -> tuple[Tensor, Tensor]:
-    """(o, lse) of tensors that fit the plan; extras: from `carried`.
+def forward(planned: PlannedCall, q: Tensor, k: Tensor, v: Tensor, extras: Extras, verb: str) -> tuple[Tensor, ...]:
+    """(o, lse, *more) of tensors that fit the plan; extras: from `carried`.
 
     verb: "forward" if a backward may follow; "decode"; "result", a decode whose lse may be left out (None).
     """
@@ -81,12 +82,12 @@ def forward(planned: PlannedCall, q: Tensor, k: Tensor, v: Tensor, extras: Extra
         return results
     give = giver(backend)
     inputs = Inputs(give(dense(q)), give(dense(k)), give(dense(v)), _lent(extras, give))
-    o, lse = (backend.decode if decode else backend.forward)(problem, plan, inputs)
-    return tensor(o, q.dtype), tensor(lse)
+    o, *rows = (backend.decode if decode else backend.forward)(problem, plan, inputs)
+    return tensor(o, q.dtype), *map(tensor, rows)
 
 
-def decode(planned: PlannedCall, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
-    """(o, lse) of the last queries of sequences whose lengths [B] are on the device, in extras."""
+def decode(planned: PlannedCall, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, ...]:
+    """(o, lse, *more) of the last queries of sequences whose lengths [B] are on the device, in extras."""
     problem, plan, backend, _ = planned
     return backend.decode(problem, plan, Inputs(dense(q), dense(k), dense(v), extras))
 
@@ -100,7 +101,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """(dq, dk, dv, side gradients) of tensors that fit the plan; the last is a dict of the names in `grads`."""
     problem, plan, backend, direct = planned
-    o, lse, do, dlse, _ = outputs
+    o, lse, do, dlse, _, entropy, dentropy = outputs
     threads = follow_threads(backend)
     short = getattr(direct.get(False), "backward", None)
     if short is not None:
@@ -109,10 +110,36 @@ def backward(
             return (*gradients, {})
     give = giver(backend)
     inputs = Inputs(give(dense(q)), give(dense(k)), give(dense(v)), _lent(extras, give))
-    outputs = Outputs(give(dense(o)), give(dense(lse)), give(dense(do)), None if dlse is None else give(dense(dlse)))
+    of_rows = [None if x is None else give(dense(x)) for x in (dlse, None, entropy, dentropy)]
+    outputs = Outputs(give(dense(o)), give(dense(lse)), give(dense(do)), *of_rows)
     dq, dk, dv, more = backend.backward(problem, plan, inputs, outputs, grads=grads)
     extra = {name: tensor(x) for name, x in more.items()}
     return tensor(dq, q.dtype), tensor(dk, q.dtype), tensor(dv, q.dtype), extra
+
+
+def tangent(planned: PlannedCall, inputs: Inputs, o: Tensor, lse: Tensor, tangents: Inputs) -> tuple[Tensor, Tensor]:
+    """The tangents of o and lse, from those of tensors that fit the plan."""
+    problem, plan, backend, _ = planned
+    refuse_tangent(backend, problem)
+    follow_threads(backend)
+    give = giver(backend)
+
+    def lend(x: Inputs) -> Inputs:
+        q, k, v = (None if y is None else give(dense(y)) for y in x[:3])
+        return Inputs(q, k, v, _lent(x.extras, give))
+
+    to, tlse = backend.tangent(problem, plan, lend(inputs), give(dense(o)), give(dense(lse)), lend(tangents))
+    return tensor(to, o.dtype), tensor(tlse)
+
+
+def refuse_tangent(backend: Any, problem: Problem) -> None:
+    """Raise Unsupported unless a backend computes the tangents of a problem."""
+    name, takes = backend.__name__.rpartition(".")[2], backend.TAKES.get("tangent")
+    if takes is None:
+        raise Unsupported(name, ["forward-mode derivatives are not computed here: use the backend cpu or triton"])
+    if lacks := sorted(problem.uses - takes):
+        names = ", ".join(str(OPTIONS.get(option, option)) for option in lacks)
+        raise Unsupported(name, [f"forward-mode derivatives with {names} are not computed here: leave it out"])
 
 
 def gradients_like(side: Side, more: dict[str, Tensor]) -> Side:

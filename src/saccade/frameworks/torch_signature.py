@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .torch_state import forward_mode_active
+
 Function = Callable[..., Any]
 
 
@@ -43,6 +45,8 @@ class Signature:
                 ctx.rest[name] = x
         ctx.outputs = len(outputs)
         ctx.save_for_backward(*tensors)
+        if forward_mode_active():
+            ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
 
     def saved(self, ctx: Any) -> tuple[Any, list[Any]]:

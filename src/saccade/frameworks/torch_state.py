@@ -4,9 +4,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch.autograd import forward_ad
 from torch.utils.dlpack import to_dlpack
+
+from ..errors import Unsupported
 
 # whether a torch.func transform is active
 transforms_active = torch._C._are_functorch_transforms_active
@@ -21,3 +26,19 @@ capsule = getattr(torch._C, "_to_dlpack_versioned", to_dlpack)
 def forward_mode_active() -> bool:
     """Whether tensors may carry tangents."""
     return forward_ad._current_level >= 0
+
+
+def drops_tangents() -> bool:
+    """Whether forward mode is on outside of autograd Functions, where an operator would lose tangents."""
+    return forward_mode_active() and torch._C._is_fwd_grad_enabled()
+
+
+def refusing_tangents(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    """function, which raises Unsupported where an operator would take every tangent for zero."""
+
+    def checked(*args: Any) -> Any:
+        if drops_tangents():
+            raise Unsupported("torch", [reason])
+        return function(*args)
+
+    return checked

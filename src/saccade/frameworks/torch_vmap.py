@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..operands import Side
 from .torch_signature import Signature
 
 
@@ -28,12 +29,17 @@ def _foldable(a: Any, dims: Any) -> bool:
     # per batch entry, and gradients of side arrays are sums over the batch of one call
     alone = a.log_f is None and all(x is None or x.dim() < 2 or x.shape[0] == 1 for x in (a.bias, a.slopes, a.table))
     grads = getattr(a, "grads", ())
-    batched = any(d is not None for d in (dims.bias, dims.slopes, dims.sinks, dims.table, dims.seed))
+    whole = [f"{kind}{name}" for kind in ("", "t") for name in Side._fields]
+    batched = dims.seed is not None or any(getattr(dims, name, None) is not None for name in whole)
     return alone and not a.data and a.seed is None and not batched and not any(grads)
 
 
+# the arguments that have a batch of their own
+ROWS = ("do", "dlse", "dentropy", "tq", "tk", "tv", "q", "k", "v", "o", "lse", "entropy")
+
+
 def _fold(op: Any, size: int, a: Any, dims: Any) -> tuple[Any, Any]:
-    rows = {name: getattr(a, name) for name in ("do", "dlse", "q", "k", "v", "o", "lse") if name in a._fields}
+    rows = {name: getattr(a, name) for name in ROWS if name in a._fields}
     folded = {name: _to_front(x, getattr(dims, name), size).flatten(0, 1) for name, x in rows.items() if x is not None}
     results = op(*a._replace(**folded))
     # an empty tensor is a gradient that is not needed

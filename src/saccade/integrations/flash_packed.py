@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from ..api import attention
-from ..caches.paged import PagedKeys
 from ..caches.ragged import attend_ragged
-from ..caches.sequences import bounds_of
+from ..caches.sequences import PagedKeys, bounds_of
 from ..errors import Unsupported
 from ..mask import Mask, documents, full, keys
 from ..mask.algebra import contains

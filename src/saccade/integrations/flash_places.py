@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..caches.paged import PagedKeys
+from ..caches.sequences import PagedKeys
 from ..caches.torch import TorchArrays
 from ..mask import Mask
 from ..rope import rotated

@@ -20,9 +20,8 @@ from vllm.v1.attention.backend import (  # pyright: ignore[reportMissingImports]
     AttentionType,
 )
 
-from ..caches.paged import PagedKeys
 from ..caches.ragged import paged_attention
-from ..caches.sequences import Ints
+from ..caches.sequences import Ints, PagedKeys
 from ..errors import Unsupported
 from ..mask import Mask, causal, full, window
 

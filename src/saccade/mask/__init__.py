@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import checks, heads, layouts, lengths, lowering, packing, patterns, positions, predicate, selection, text
+from . import checks, heads, layouts, lengths, lowering, packing, patterns, positions, predicate, selection, text, trees
 from .algebra import Mask, register
 from .heads import *
 from .kinds import KINDS
@@ -24,6 +24,7 @@ from .positions import *
 from .recognition import from_dense
 from .selection import *
 from .text import parse
+from .trees import *
 
 __all__ = ["Mask", "from_dense", "parse", "patterns"]
 __all__ += heads.__all__
@@ -32,6 +33,7 @@ __all__ += lengths.__all__
 __all__ += packing.__all__
 __all__ += positions.__all__
 __all__ += selection.__all__
+__all__ += trees.__all__
 
 
 def _draw(*args: Any, **options: Any) -> str:

@@ -111,6 +111,11 @@ def _is_list(value: Any) -> bool:
 def _from_list(value: Any, where: str, name: str) -> Any:
     try:
         return np.array(value)
+    except TypeError as error:
+        raise TypeError(
+            f"{where}: {name} is {type(value).__name__}, whose numbers are unknown while it is traced; expected an "
+            "array with numbers, because plans depend on them: make the mask outside the traced function"
+        ) from error
     except ValueError:
         raise ValueError(f"{where}: {name} has rows of different lengths, expected an array") from None
 

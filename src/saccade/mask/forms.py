@@ -5,7 +5,7 @@ allowed(t, j) = OR over bands of (band and its rows and its grids), in row numbe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -104,6 +104,16 @@ class Lowered:
         bands[..., PHASE] = -bands[..., PHASE] % np.abs(bands[..., STRIDE])
         rows = tuple(r.transpose() for r in self.rows)
         return Lowered(bands, self.uses, rows, tuple(g.transpose() for g in self.grids))
+
+    def entry(self, b: int) -> Lowered:
+        """The mask of one batch entry."""
+
+        def own(a: Any) -> Any:
+            return a[b : b + 1] if len(a) > 1 else a
+
+        rows = tuple(replace(r, lo=own(r.lo), hi=own(r.hi)) for r in self.rows)
+        grids = tuple(replace(g, states=own(g.states)) for g in self.grids)
+        return Lowered(own(self.bands), self.uses, rows, grids)
 
     def test(self, t: Any, j: Any, b: Any = 0) -> NDArray[np.bool_]:
         """Whether row t may see key j in batch entry b; integers or integer arrays that broadcast."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from . import heads, layouts, lengths, packing, positions, selection
+from . import heads, layouts, lengths, packing, positions, selection, trees
 from .algebra import Mask
 from .arguments import Sizes, batch_of, by_batch
 from .context import Context
@@ -95,6 +95,8 @@ KINDS: dict[str, Kind] = {kind.name: kind for kind in (
          layouts.tiles_sizes, booleans=True, on_device=False),
     Kind("dense", layouts.dense, ("allowed",), layouts.dense_shapes, None,
          layouts.dense_pairs, layouts.dense_terms, _leaves, layouts.dense_sizes, booleans=True, on_device=False),
+    Kind("tree", trees.tree, ("parents",), trees.tree_shapes, trees.tree_contents,
+         trees.tree_pairs, trees.tree_terms, _leaves, trees.tree_sizes, booleans=False, on_device=False),
     Kind("select", selection.select, ("indices", "block", "rows"), selection.select_shapes, selection.select_contents,
          selection.select_pairs, selection.select_terms, selection.select_text,
          selection.select_sizes, booleans=False, on_device=False),

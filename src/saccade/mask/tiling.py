@@ -34,8 +34,13 @@ class View:
 
     @cached_property
     def plain(self) -> bool:
-        """Whether this is the whole problem in one class."""
-        return self.step == 1 and len(self.nq) == 1
+        """Whether this is the whole problem in one class, which starts at row 0 and key 0."""
+        return self.step == 1 and len(self.nq) == 1 and not (self.q_start[0] or self.k_start[0])
+
+    def some(self, chosen: NDArray[np.bool_]) -> View:
+        """The chosen classes."""
+        q_start, k_start, nq, nk = (a[chosen] for a in (self.q_start, self.k_start, self.nq, self.nk))
+        return View(self.step, q_start, k_start, nq, nk, self.tile, self.n_tiles)
 
     @cached_property
     def rows(self) -> int:

@@ -32,11 +32,26 @@ if TYPE_CHECKING:
 
 
 class PagedTokens(NamedTuple):
-    """A layer's pages, and the sequences of a batch of one row: tokens cu[r] to cu[r + 1] are of sequences[r]."""
+    """A layer's pages, and the sequences of a batch of one row: tokens cu[r] to cu[r + 1] are of sequences[r].
+
+    Tokens from cu[-1] on are padding. deterministic: as in `paged_attention`.
+    """
 
     pages: PagedKVCache
     sequences: list[int]
     cu: np.ndarray
+    deterministic: bool | str = True
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """Store keys and values [1, T, ...], without padding."""
+        n = int(self.cu[-1])
+        self.pages.append(self.sequences, k[0, :n], v[0, :n], self.cu)
+
+    def attend(self, q: Tensor, **options: Any) -> Tensor:
+        """q [1, T, Hq, D] -> [1, T, Hq, Dv], zero for padding; options: of `paged_attention`."""
+        n, view = int(self.cu[-1]), self.pages.view(self.sequences)
+        o = paged_attention(q[0, :n], view, self.cu, deterministic=self.deterministic, **options)
+        return functional.pad(o, (0, 0, 0, 0, 0, q.shape[1] - n))[None]
 
 
 # the caches that a layer of attention can use
@@ -53,7 +68,8 @@ def positions_of(tokens: Tensor, caches: Sequence[Cached] | None, backend: Where
     first = caches[0]
     if not isinstance(first, PagedTokens):
         return first.positions[:, None] + steps
-    return torch.from_numpy(first.pages.positions_of(first.sequences, first.cu)).to(tokens.device)[None]
+    positions = torch.from_numpy(first.pages.positions_of(first.sequences, first.cu)).to(tokens.device)
+    return functional.pad(positions, (0, tokens.shape[1] - len(positions)))[None]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, cache: Cached | None, backend: Where) -> Tensor:
@@ -73,9 +89,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, cache: Cached | N
     if cache is None:
         return api.attention(q, k, v, mask, backend=backend)
     if isinstance(cache, PagedTokens):
-        cache.pages.append(cache.sequences, k[0], v[0], cache.cu)
-        view = cache.pages.view(cache.sequences)
-        return paged_attention(q[0], view, cache.cu, mask=mask, backend=backend)[None]
+        cache.append(k, v)
+        return cache.attend(q, mask=mask, backend=backend)
     cache.append(k, v)
     return api.decode(q, cache, mask=mask, backend=backend)
 

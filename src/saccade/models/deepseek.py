@@ -15,7 +15,6 @@ from .. import api
 from .. import mask as masks
 from ..caches.contiguous import KVCache
 from ..caches.latent import IndexedLatentKVCache, LatentKVCache, PagedLatentKVCache
-from ..caches.ragged import paged_attention
 from ..distributed.context import ContextParallel, Where
 from ..rope import rotated
 from .blocks import Block, Cached, PagedTokens, RMSNorm, SwiGLU, attend
@@ -165,7 +164,7 @@ class LatentAttention(nn.Module):
             if cache is not None:
                 cache.append_indexed(latent, keys, index.k)
         elif isinstance(cache, PagedTokens):
-            cast("PagedLatentKVCache", cache.pages).append(cache.sequences, latent[0], keys[0], cache.cu)
+            cache.append(latent, keys)
         elif cache is not None:
             cast("LatentKVCache", cache).append(latent, keys)
 
@@ -184,8 +183,7 @@ class LatentAttention(nn.Module):
             k = torch.cat([latent, keys], -1)[:, :, None]
             o = api.attention(q, k, k[..., : latent.shape[-1]], mask, scale=scale, backend=cast("Any", backend))
         elif isinstance(cache, PagedTokens):
-            view = cache.pages.view(cache.sequences)
-            o = paged_attention(q[0], view, cache.cu, mask=mask, scale=scale, backend=cast("Any", backend))[None]
+            o = cache.attend(q, mask=mask, scale=scale, backend=backend)
         else:
             o = api.decode(q, cache, mask=mask, scale=scale, backend=cast("Any", backend))
         return torch.einsum("bthr,hvr->bthv", o, down)

@@ -164,7 +164,8 @@ SETTINGS = table(
 # numeric options of `saccade generate`
 OPTIONS = table(
     ("tokens batch chunk", LONG),
-    ("window sinks top_k", LONG_OR_0),
+    ("window sinks top_k rows", LONG_OR_0),
+    ("shortest longest depth branches", COUNT),
     ("temperature", real()),
     ("top_p", real(0, 1, above=True)),
     ("seed", whole(-(1 << 63), (1 << 63) - 1)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ..caches.contiguous import KVCache
 from .blocks import Decoder
+from .drafts import Draft, Text, speculate
 from .fields import OPTIONS, check_fields
 from .states import StackCache
 
@@ -109,6 +111,7 @@ def generate(
     chunk: int = 256,
     keep: tuple[int, int] | None = None,
     quantised: str | None = None,
+    draft: str | Draft | None = None,
     backend: str | None = None,
 ) -> Iterator[list[int]]:
     """Yields the next token of every prompt, up to `tokens` times; a sequence that has ended repeats the end token.
@@ -117,7 +120,10 @@ def generate(
     keep: (sinks, window), how many of the first and last tokens keep their keys when the cache is full; the cache has
     room for a quarter of a window more. Positions are counted in the cache, so a text may continue without end.
     quantised: the codes in which caches store keys and values, as in `KVCache`; not with keep, which rotates keys.
-    Raises ValueError if prompt and new tokens exceed the model's positions.
+    draft: "ngram" or a `Draft`, by which several tokens are drafted and read in one call; None reads one token in each
+    call. Greedy texts are the same, and so are draws of a single prompt; those of several prompts have the same
+    probabilities. Rounding may differ, because a call reads more rows, and then decides between almost equal logits.
+    Raises ValueError if prompt and new tokens exceed the model's positions, and for drafts with keep or with states.
     """
     config, longest = model.config, max((len(prompt) for prompt in prompts), default=0)
     capacity = longest + tokens
@@ -131,14 +137,23 @@ def generate(
         if keep[0] < 0 or keep[1] < 1:
             raise ValueError(f"keep is {keep}; expected sinks of at least 0 and a window of at least 1")
         capacity = min(capacity, max(longest, sum(keep)) + keep[1] // 4 + 1)
+    draft, room = Draft.of(draft), 0
+    if draft is not None:
+        if keep is not None:
+            raise ValueError(f"keep is {keep} and draft is given; expected one of them: a tree needs all its tokens")
+        room = draft.depth * draft.width(model)
     check_lengths(model, prompts, capacity - longest, first, chunk)
     if not tokens:
         return
     model.eval()
     generator = torch.Generator().manual_seed(seed)
-    logits, caches = prefill(model, prompts, capacity, chunk, backend, quantised)
+    logits, caches = prefill(model, prompts, capacity + room, chunk, backend, quantised)
     if first is not None:
         logits = allow(logits, first)
+    if draft is not None and prompts:
+        texts = [Text(prompt, tokens, config.ends, draft) for prompt in prompts]
+        yield from speculate(model, caches, texts, logits, draft, partial(sampler.draw, generator=generator), backend)
+        return
     ended = torch.zeros(len(prompts), dtype=torch.bool)
     for count in range(tokens):
         drawn = sampler.draw(logits, generator).masked_fill(ended, config.ends[0])

@@ -6,7 +6,7 @@ cache copies its states at regular intervals, and goes back to the nearest copy 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -154,6 +154,17 @@ class StackCache:
         if length % self.every == 0:
             # parts are replaced, never written to, so that a copy needs no new memory
             self._checkpoints[length] = [dict(state) for state in self.states]
+
+    def accept(self, tokens: int, paths: Sequence[Sequence[int]]) -> None:
+        """Of the last `tokens` tokens keep only those of a path, as `KVCache.accept`.
+
+        Raises ValueError for a stack with states, and for one that copies them, as its record of tokens would be wrong.
+        """
+        if self.states or self.every is not None or self.ends is not None:
+            raise ValueError("accept on a stack with states, checkpoints or ends; expected one with only keys")
+        for cache in self.keys:
+            cache.accept(tokens, paths)
+        self.lengths = self.lengths - tokens + torch.tensor([len(path) for path in paths])
 
     def settle(self) -> None:
         """Forget the keys beyond `ends`, where every sequence continues."""

@@ -1,7 +1,8 @@
 """Recurrences over diagonal states, slow and simple: the float64 oracle, and the plain recurrence in any dtype.
 
-Every function takes the arrays of its public call by name, `dtype`, and optionally `dy` and `dfinal`: without them it
-returns (y, final state), with them the gradients of sum(dy * y) + sum(dfinal * final state) by name.
+Every function takes the arrays of its public call by name, `dtype`, and optionally cotangents (dy, dfinal, order):
+without them it returns (y, final state), with them the gradients of sum(dy * y) + sum(dfinal * final state) by name.
+order: a number; the terms of gradients that are sums over tokens are added in that order.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def packed(function: Callable[..., Any], cu_seqlens: Array, cotangents: Any = No
             elif isinstance(x, np.ndarray) and name not in PARAMETERS and x.ndim > 2:
                 piece[name] = x[:, begin:end]
         if cotangents is not None:
-            piece["cotangents"] = cotangents[0][:, begin:end], cotangents[1][s : s + 1]
+            piece["cotangents"] = cotangents[0][:, begin:end], cotangents[1][s : s + 1], cotangents[2]
         results.append(function(**piece))
     if isinstance(results[0], tuple):
         return tuple(np.concatenate([f[n] for f in results], 1 - n) for n in range(2))
@@ -59,14 +60,18 @@ def _of_channels(x: Array, D: int) -> Array:
     return x.repeat(D // x.shape[2], 2)
 
 
-def _shaped_like(d: Array, x: Array) -> Array:
+def _of_tokens(d: Array, order: int) -> Array:
+    # the sum over batch and tokens
+    d = d.reshape(-1, *d.shape[2:])
+    return (np.random.default_rng(order).permutation(d) if order else d).sum(0)
+
+
+def _shaped_like(d: Array, x: Array, order: int) -> Array:
     # the gradient of the argument of `_of_channels`
     if x.ndim <= 2:
-        return d.sum((0, 1)) if x.ndim == 2 else d.sum((0, 1, 2))
+        total = _of_tokens(d, order)
+        return total if x.ndim == 2 else total.sum(0)
     return d.sum(2) if x.ndim == 3 else d.reshape(*x.shape[:3], d.shape[2] // x.shape[2], x.shape[3]).sum(3)
-
-
-# cotangents of the three functions below: (dy, dfinal), for gradients by name instead of the outputs
 
 
 def selective_scan(
@@ -103,7 +108,7 @@ def selective_scan(
     gate = dtype(1) if z is None else z * _sigmoid(z)
     if cotangents is None:
         return p * gate, h[:, T]
-    dy, dh = (x.astype(dtype) for x in cotangents)
+    dy, dh, order = *(x.astype(dtype) for x in cotangents[:2]), cotangents[2]
     dp = dy * gate
     dhs = np.zeros_like(h[:, 1:])
     for t in reversed(range(T)):
@@ -116,11 +121,11 @@ def selective_scan(
     grads = {
         "u": step * through_B + (0 if skip is None else skip * dp),
         "delta": draw,
-        "A": (dx * step[..., None]).sum((0, 1)),
-        "B": _shaped_like(dhs * (step * u)[..., None], B),
-        "C": _shaped_like(h[:, 1:] * dp[..., None], C),
-        "D": (dp * u).sum((0, 1)),
-        "delta_bias": draw.sum((0, 1)),
+        "A": _of_tokens(dx * step[..., None], order),
+        "B": _shaped_like(dhs * (step * u)[..., None], B, order),
+        "C": _shaped_like(h[:, 1:] * dp[..., None], C, order),
+        "D": _of_tokens(dp * u, order),
+        "delta_bias": _of_tokens(draw, order),
     }
     if z is not None:
         grads["z"] = dy * p * _sigmoid(z) * (1 + z * _sigmoid(-z))
@@ -151,7 +156,7 @@ def rg_lru(
         h[:, t + 1] = a[:, t] * h[:, t] + root[:, t] * si[:, t] * x[:, t]
     if cotangents is None:
         return h[:, 1:], h[:, -1]
-    dy, dfinal = cotangents
+    dy, dfinal, order = cotangents
     dhs, dh = np.zeros_like(x), dfinal.astype(dtype)
     for t in reversed(range(x.shape[1])):
         dh = dhs[:, t] = dh + dy[:, t].astype(dtype)
@@ -163,7 +168,7 @@ def rg_lru(
         "x": dhs * root * si,
         "r": dlog * slope * sr * _sigmoid(-r),
         "i": dhs * root * x * si * _sigmoid(-i),
-        "a_param": (dlog * sr).sum((0, 1)) * -8 * _sigmoid(a_param),
+        "a_param": _of_tokens(dlog * sr, order) * -8 * _sigmoid(a_param),
     }
     return grads if initial_state is None else {**grads, "initial_state": dh}
 
@@ -186,13 +191,14 @@ def causal_conv1d(
     p = p if bias is None else p + bias.astype(dtype)
     if cotangents is None:
         return p * _sigmoid(p) if activation == "silu" else p, all_x[:, T:].swapaxes(1, 2)
-    dy, dfinal = cotangents
+    dy, dfinal, order = cotangents
     dp = dy.astype(dtype) * (_sigmoid(p) * (1 + p * _sigmoid(-p)) if activation == "silu" else dtype(1))
     dall = np.zeros_like(all_x)
     dall[:, T:] += dfinal.astype(dtype).swapaxes(1, 2)
     for j in range(K):
         dall[:, j : j + T] += w[:, j] * dp
-    grads = {"x": dall[:, K - 1 :], "weight": np.stack([(dp * all_x[:, j : j + T]).sum((0, 1)) for j in range(K)], 1)}
+    dw = [_of_tokens(dp * all_x[:, j : j + T], order) for j in range(K)]
+    grads = {"x": dall[:, K - 1 :], "weight": np.stack(dw, 1)}
     if bias is not None:
-        grads["bias"] = dp.sum((0, 1))
+        grads["bias"] = _of_tokens(dp, order)
     return grads if initial_state is None else {**grads, "initial_state": dall[:, : K - 1].swapaxes(1, 2)}

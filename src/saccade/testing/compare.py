@@ -3,7 +3,8 @@
     err(kernel, oracle) <= 2 * err(plain attention in the same dtype, oracle) + band
 
 err is the largest difference of an array. band is 4 * eps(dtype) * max|ref| for o and each gradient, and
-8 * eps * max(1, |lse|) for lse, by the eps of lse's own dtype and for each element; fp64 has 64 in place of 4 and 8.
+8 * eps * max(1, |x|) for numbers x of lse, max and entropy, by the eps of their own dtype; fp64 has 64 in place of 4
+and 8.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from numpy.typing import NDArray
 from ..quantised import Quantised
 
 Array = NDArray[Any]
+
+# results that have one number per row
+ROWS = ("lse", "max", "entropy")
 
 
 class Met(NamedTuple):
@@ -64,7 +68,8 @@ def eps(dtype: Any) -> float:
 def measure(name: str, got: Array, ref: Array, plain: Array, dtype: Any) -> Met:
     """Compare one array with the oracle's `ref` and with `plain`, standard attention in `dtype` (one run or a stack).
 
-    The name "lse" has its own band. Where ref is not finite, got must be the same: NaN, or an infinity of that sign.
+    The names in ROWS have their own band. Where ref is not finite, got must be the same: NaN, or an infinity of that
+    sign.
     """
     if got.shape != ref.shape:
         return Met(name, np.inf, 0.0, f"shape {list(got.shape)}, expected {list(ref.shape)}")
@@ -89,7 +94,7 @@ def measure(name: str, got: Array, ref: Array, plain: Array, dtype: Any) -> Met:
 def band(name: str, ref: Array, dtype: Any) -> Array:
     """The term that the rule adds to twice the error of plain attention, for each element of a finite ref."""
     size, wide = abs(ref), np.dtype(dtype) == np.float64
-    if name == "lse":
+    if name in ROWS:
         return (64 if wide else 8) * eps(np.float64 if wide else np.float32) * np.maximum(1, size)
     return np.full(ref.shape, (64 if wide else 4) * eps(dtype) * size.max())
 

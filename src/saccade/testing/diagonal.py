@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,8 +20,9 @@ def oracle(function: Any, arrays: Arrays, options: Arrays, dtype: Any, grad_outp
     """The reference; 16-bit plain recurrences also have wide states and round last. grad_outputs: (dy, dfinal)."""
     wide = np.dtype(dtype).type if np.dtype(dtype).itemsize > 2 else np.float32
     rest: Arrays = {**arrays, **options, "dtype": wide}
+    order = rest.pop("order", 0)
     if grad_outputs is not None:
-        rest["cotangents"] = grad_outputs
+        rest["cotangents"] = *grad_outputs, order
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         borders = rest.pop("cu_seqlens", None)
         results = function(**rest) if borders is None else reference.packed(function, borders, **rest)
@@ -35,7 +37,11 @@ CHANNELS = {"u": 1, "delta": 1, "z": 1, "o": 1, "D": 1, "delta_bias": 1, **dict.
 
 
 def in_order(n: int, op: Op, arrays: Arrays, dtype: Any, grad_outputs: Any) -> Arrays:
-    """The plain recurrence with its slots, and the channels in each group of a scan, in the n-th order."""
+    """The plain recurrence in the n-th order of its slots, of a scan's channels in each group, and of tokens in sums.
+
+    Without the tokens, a sum over them would have one order, and that may be close to exact by luck.
+    """
+    op = replace(op, options={**op.options, "order": n})
     if n == 0 or "A" not in arrays:
         return expected(op, arrays, dtype, grad_outputs)
     rng, (D, N) = np.random.default_rng(n), arrays["A"].shape

@@ -65,6 +65,9 @@ MASKS = {
     "tiles-batch": "tiles([[[1, 0], [0, 1]], [[0, 1], [0, 0]]], (35, 64)) & causal()",
     "tiles-odd": f"tiles({[[(a * b) % 3 == 1 for b in range(15)] for a in range(14)]!r}, (5, 7))",
     "dense": f"dense({[[int((3 * t + j * j) % 5 < 2) for j in range(TK)] for t in range(TQ)]})",
+    "tree": f"tree({[-1, *[t // 2 for t in range(59)]]})",
+    "tree-depth-first": f"causal() & tree({[t - 1 if t % 9 else max(t - 5, -1) for t in range(90)]})",
+    "tree-batch": f"tree({[[-1, 0, 0, 2, -1, 1, 5, 3], [-1, 0, 1, 2, 3, 1, 5, -1]]}) & keys([90, 37])",
     "per-head": "per_head([causal(), window(5, 5), strided(4), full()])",
     "per-head-and": "per_head([causal(), window(5, 5), keys(30), ~causal()]) & keys(90)",
     "not": "~causal()",
@@ -200,6 +203,17 @@ def _tiles(d: Draw) -> str:
     return f"tiles({layout}, ({bq}, {bk}))"
 
 
+def _parents(d: Draw, n: int) -> list[int]:
+    # every order of a tree, or chains that branch now and then
+    near = d.r.choice((0.0, 0.9))
+    return [t - 1 if d.r.random() < near else d.r.randint(-1, t - 1) for t in range(n)]
+
+
+def _trees(d: Draw) -> str:
+    n = d.upto(d.Tk)
+    return f"tree({[_parents(d, n) for _ in range(d.B)]})"
+
+
 # the order of this table determines the masks of each seed
 LEAVES: dict[str, Callable[[Draw], str]] = {
     "full": lambda d: "full()",
@@ -228,6 +242,8 @@ LEAVES: dict[str, Callable[[Draw], str]] = {
     "tiles": _tiles,
     "dense": lambda d: f"dense({d.booleans(d.Tq, d.Tk)})",
     "dense-batch": lambda d: f"dense({d.booleans(d.B, d.Tq, d.Tk)})",
+    "tree": lambda d: f"tree({_parents(d, d.upto(d.Tk))})",
+    "tree-batch": _trees,
 }
 # leaves with only integers
 INSIDE = (

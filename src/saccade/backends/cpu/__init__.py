@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...arrays import narrow
+from ...combinations import not_invariant, not_with_select
 from ...plan import Limits, Plan, make_plan, positions
-from ...problem import Problem, not_with_select
+from ...problem import Problem
 from ...quantised import Quantised
-from ...statistics import sinks_gradient
+from ...statistics import sink_delta, sinks_gradient
 from .. import Extras, Inputs, Outputs
 
 try:
@@ -40,6 +41,7 @@ __all__ = [
     "decode",
     "describe",
     "direct",
+    "ffi_handlers",
     "forward",
     "get_num_threads",
     "isa",
@@ -48,6 +50,7 @@ __all__ = [
     "probe_flops",
     "probe_stream",
     "set_num_threads",
+    "tangent",
     "unsupported",
 ]
 
@@ -55,13 +58,15 @@ Array = NDArray[Any]
 
 SCORES = {"softcap", "sinks", "bias", "alibi", "relative", "gates", "dropout"}
 STORED = {"source", "quantised"}
+RESULTS = {"return_max", "return_entropy"}
 TAKES = {
-    "forward": {*SCORES, *STORED, "select"},
-    "decode": {*SCORES, *STORED, "select"},
-    "backward": {*SCORES, "select"},
+    "forward": {*SCORES, *STORED, *RESULTS, "select", "batch"},
+    "decode": {*SCORES, *STORED, *RESULTS, "select", "batch"},
+    "backward": {*SCORES, *RESULTS, "select", "batch"},
+    "tangent": SCORES,
 }
 # options of calls that `direct` supports
-DIRECT = {"softcap"}
+DIRECT = {"softcap", "batch"}
 THREADS = threads
 CARRIER = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": np.uint16}
 # the core's numbers for the kinds of codes
@@ -115,15 +120,15 @@ def unsupported(problem: Problem) -> list[str]:
     reasons = elsewhere(problem.device, problem.dtype)
     if max(problem.D, problem.Dv) > LARGEST_HEAD:
         reasons.append(f"head sizes are D = {problem.D} and Dv = {problem.Dv}: at most {LARGEST_HEAD}")
-    return reasons + not_with_select(problem)
+    return reasons + not_with_select(problem) + not_invariant(problem)
 
 
-def forward(problem: Problem, plan: Plan, inputs: Inputs, *, out_dtype: str | None = None) -> tuple[Array, Array]:
-    """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq]); o in out_dtype or the inputs' dtype. `backward` recomputes the scores."""
+def forward(problem: Problem, plan: Plan, inputs: Inputs, *, out_dtype: str | None = None) -> tuple[Array, ...]:
+    """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq], *more); o in out_dtype or the inputs' dtype."""
     return _forward(problem, plan, inputs, out_dtype or problem.dtype, 0)
 
 
-def decode(problem: Problem, plan: Plan, inputs: Inputs) -> tuple[Array, Array]:
+def decode(problem: Problem, plan: Plan, inputs: Inputs) -> tuple[Array, ...]:
     """`forward` for calls without a backward: the keys of few queries are split into chunks."""
     # a list of selected keys is short: its keys are not split
     split_keys = 0 if problem.selection is not None else plan.split_keys
@@ -145,16 +150,18 @@ def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
     return _core.Direct(exchange, _core_parts(plan), _options(problem), split_keys)
 
 
-def _forward(problem: Problem, plan: Plan, inputs: Inputs, out_dtype: str, split_keys: int) -> tuple[Array, Array]:
+def _forward(problem: Problem, plan: Plan, inputs: Inputs, out_dtype: str, split_keys: int) -> tuple[Array, ...]:
     q, k, v, extras = inputs
     shape = (problem.B, problem.Tq, problem.Hq)
     # the results of several parts are merged in the accumulator's precision
     dtype = problem.accumulator if len(plan.parts) > 1 else CARRIER[out_dtype]
     o, lse = np.empty((*shape, problem.Dv), dtype), np.empty(shape, problem.accumulator)
+    top, entropy = (np.empty_like(lse) if wanted else None for wanted in (problem.return_max, problem.return_entropy))
     if lse.size:
         parts, options, extra = _core_parts(plan), _options(problem), _extra(problem, extras)
-        _core.forward(parts, options, threads.number, split_keys, q, k, v, o, lse, extra)
-    return (narrow(o, out_dtype) if len(plan.parts) > 1 else o), lse
+        _core.forward(parts, options, threads.number, split_keys, q, k, v, o, lse, top, entropy, extra)
+    more = (x for x in (top, entropy) if x is not None)
+    return (narrow(o, out_dtype) if len(plan.parts) > 1 else o), lse, *more
 
 
 def backward(
@@ -169,7 +176,7 @@ def backward(
     """(dq, dk, dv, more); more has the fields of `Side` that grads names: in the accumulator's dtype, but float64 for
     log_f.
     """
-    (q, k, v, extras), (o, lse, do, dlse, delta) = inputs, outputs
+    (q, k, v, extras), (o, lse, do, dlse, delta, entropy, dentropy) = inputs, outputs
     out_dtype = out_dtype or problem.dtype
     wide, carrier = np.dtype(problem.accumulator), CARRIER[out_dtype]
     rows = (problem.B, problem.Tq, problem.Hq)
@@ -188,10 +195,10 @@ def backward(
     # (lse in log2 units, delta) of each row, as the kernels used them
     used = np.zeros((*rows, 2)) if "sinks" in grads else None
     if problem.B and problem.Hq:
-        dlse = None if dlse is None else np.ascontiguousarray(dlse)
+        dlse, entropy, dentropy = (None if x is None else np.ascontiguousarray(x) for x in (dlse, entropy, dentropy))
         delta = None if delta is None else np.ascontiguousarray(delta, np.float64)
         call = _core_parts(plan), _options(problem), threads.number, splits
-        rows_in, rows_out = (do, q, k, v, o, np.ascontiguousarray(lse), dlse, delta), (dq, dk, dv)
+        rows_in, rows_out = (do, q, k, v, o, np.ascontiguousarray(lse), dlse, entropy, dentropy, delta), (dq, dk, dv)
         added = more.get("bias"), distances, slopes, gates
         _core.backward(*call, *rows_in, *rows_out, *added, used, _extra(problem, extras))
     if "bias" in more:
@@ -205,8 +212,23 @@ def backward(
         more["log_f"] = gates.sum(2).reshape(problem.B, problem.Hq, problem.Tk).swapaxes(1, 2)
     if used is not None:
         sinks = np.asarray(extras.sinks, np.float64)
-        more["sinks"] = sinks_gradient(sinks, used[..., 0], used[..., 1], log2=True).astype(wide)
+        delta = sink_delta(used[..., 1], sinks, lse, dentropy)
+        more["sinks"] = sinks_gradient(sinks, used[..., 0], delta, log2=True).astype(wide)
     return (narrow(dq, out_dtype) if several else dq), dk, dv, more
+
+
+def tangent(
+    problem: Problem, plan: Plan, inputs: Inputs, o: Array, lse: Array, tangents: Inputs
+) -> tuple[Array, Array]:
+    """The tangents of o and lse, by one pass that recomputes the scores; o: all parts of the plan in its dtype."""
+    several = len(plan.parts) > 1
+    do = np.empty(o.shape, problem.accumulator if several else o.dtype)
+    dlse = np.empty(lse.shape, problem.accumulator)
+    if dlse.size:
+        arrays = *inputs[:3], o, np.ascontiguousarray(lse), *tangents[:3], do, dlse
+        extras = _extra(problem, inputs.extras), _extra(problem, tangents.extras)
+        _core.tangent(_core_parts(plan), _options(problem), threads.number, *arrays, *extras)
+    return (narrow(do, problem.dtype) if several else do), dlse
 
 
 def append(
@@ -229,6 +251,11 @@ def append(
     return True
 
 
+def ffi_handlers() -> dict[str, Any]:
+    """The handlers of XLA's foreign function interface by their names, as capsules (core/ffi.cpp)."""
+    return _core.ffi_handlers()
+
+
 def _core_parts(plan: Plan) -> list[Any]:
     parts = _parts.get(plan)
     if parts is None:
@@ -237,7 +264,8 @@ def _core_parts(plan: Plan) -> list[Any]:
 
 
 def _options(p: Problem) -> Any:
-    return _core.Options(p.B, p.Tq, p.Tk, p.Hq, p.Hk, p.D, p.Dv, p.scores.scale, p.scores.softcap, p.scores.dropout)
+    s, ranges = p.scores, limits(p).split_least if p.batch_invariant else 0
+    return _core.Options(p.B, p.Tq, p.Tk, p.Hq, p.Hk, p.D, p.Dv, s.scale, s.softcap, s.dropout, ranges)
 
 
 _NO_EXTRA = _core.Extra(None, None, None, None, None, 0, 0)

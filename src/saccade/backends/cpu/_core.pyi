@@ -7,7 +7,18 @@ class Part:
 
 class Options:
     def __init__(
-        self, B: int, Tq: int, Tk: int, Hq: int, Hk: int, D: int, Dv: int, scale: float, softcap: float, dropout: float
+        self,
+        B: int,
+        Tq: int,
+        Tk: int,
+        Hq: int,
+        Hk: int,
+        D: int,
+        Dv: int,
+        scale: float,
+        softcap: float,
+        dropout: float,
+        range: int,
     ) -> None: ...
 
 class Extra:
@@ -26,13 +37,30 @@ class Direct:
 
 def forward(
     parts: list[Part], options: Options, threads: int, split_keys: int, q: Any, k: Any, v: Any, o: Any, lse: Any,
-    extra: Extra,
+    max: Any, entropy: Any, extra: Extra,
 ) -> None: ...  # fmt: skip
 def backward(
     parts: list[Part], options: Options, threads: int, splits: int, do: Any, q: Any, k: Any, v: Any, o: Any,
-    lse: Any, dlse: Any, delta: Any, dq: Any, dk: Any, dv: Any, dbias: Any, ddistances: Any, dslopes: Any,
-    dgates: Any, rows: Any, extra: Extra,
+    lse: Any, dlse: Any, entropy: Any, dentropy: Any, delta: Any, dq: Any, dk: Any, dv: Any, dbias: Any,
+    ddistances: Any, dslopes: Any, dgates: Any, rows: Any, extra: Extra,
 ) -> None: ...  # fmt: skip
+def tangent(
+    parts: list[Part],
+    options: Options,
+    threads: int,
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any,
+    dq: Any,
+    dk: Any,
+    dv: Any,
+    do: Any,
+    dlse: Any,
+    extra: Extra,
+    tangents: Extra,
+) -> None: ...
 def append(
     x: Any, target: Any, scale: Any, code: int, group: int, first: Any, second: Any, cos: Any, sin: Any,
     interleaved: bool, threads: int,
@@ -56,6 +84,11 @@ def selective_scan(arrays: dict[str, Any], chunk: int, softplus: bool, backward:
 def rg_lru(arrays: dict[str, Any], chunk: int, backward: bool, threads: int) -> None: ...
 def causal_conv1d(arrays: dict[str, Any], piece: int, silu: bool, backward: bool, threads: int) -> None: ...
 def isas() -> list[str]: ...
+
+WORDS_VERSION: int
+
+def ffi_handlers() -> dict[str, Any]: ...
+def set_ffi_threads(n: int) -> None: ...
 def isa() -> str: ...
 def set_isa(name: str) -> None: ...
 def live_workers() -> int: ...

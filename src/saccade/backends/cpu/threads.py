@@ -6,9 +6,11 @@ import ctypes
 import os
 
 from ._core import join_team as join_openmp
+from ._core import set_ffi_threads
 
 # threads per call, the calling one included
 number = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+set_ffi_threads(number)
 
 
 def set_num_threads(n: int) -> None:
@@ -17,6 +19,7 @@ def set_num_threads(n: int) -> None:
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"the number of threads is {n!r}; expected an integer of at least 1")
     number = n
+    set_ffi_threads(n)
 
 
 def get_num_threads() -> int:

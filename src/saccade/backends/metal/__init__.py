@@ -145,7 +145,7 @@ def backward(
     """(dq, dk, dv, more); more has the fields of `Side` that grads names, as NumPy arrays."""
     if not problem.B * problem.Tq * problem.Tk:
         return _no_pairs(problem, inputs, outputs, grads, out_dtype or problem.dtype)
-    p, extras, (o, lse, do, dlse, delta) = problem, inputs.extras, outputs
+    p, extras, (o, lse, do, dlse, delta) = problem, inputs.extras, outputs[:5]
     launch = _launch(p, plan, inputs, do, heads_first)
     here = launch.runtime
     if delta is not None:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
+from ...combinations import not_with_select
 from ...errors import Unsupported
 from ...plan import Limits, Plan, make_plan
-from ...problem import Problem, not_with_select
-from ...statistics import gates_gradient, sinks_gradient
+from ...problem import Problem
+from ...statistics import sink_delta, sinks_gradient
 from .. import Inputs, Outputs
 
 try:
@@ -22,12 +24,13 @@ try:
     import triton  # noqa: F401 # pyright: ignore[reportUnusedImport]
 except ImportError as error:
     raise Unsupported("triton", [f"it needs the package {error.name}: pip install 'saccade[triton]'"]) from error
-from . import hopper, launch, launch_decode, on_device, versions
+from . import hopper, launch, launch_backward, launch_decode, on_device, support, versions
 from .chip import chip_of, elsewhere, interpreted, multiprocessors, on
 from .replay import AttentionRecorder, Recorder, Replay
 from .support import describe as describe
 from .support import explain as explain
 from .support import missing as missing
+from .tangent import tangent as tangent
 from .tiles import LEAST, SPLIT_LEAST, tile_of
 from .tokens import append as append
 
@@ -36,11 +39,13 @@ if interpreted():
 
     interpret.prepare()
 
-EVERY_VERB = {"softcap", "sinks", "bias", "alibi", "relative", "gates", "dropout", "select"}
+SCORES = {"softcap", "sinks", "bias", "alibi", "relative", "gates", "dropout"}
+RESULTS = {"return_max", "return_entropy"}
+EVERY_VERB = {*SCORES, *RESULTS, "select", "batch"}
 STORED = {"source", "quantised"}
-TAKES = {"forward": EVERY_VERB | STORED, "decode": EVERY_VERB | STORED, "backward": EVERY_VERB}
+TAKES = dict.fromkeys(("forward", "decode"), EVERY_VERB | STORED) | {"backward": EVERY_VERB, "tangent": SCORES}
 # options of calls whose keys may be reordered: none of them depends on the order of the keys
-GATHERED = {"softcap", "sinks"}
+GATHERED = {"softcap", "sinks", *RESULTS}
 # options of calls that may be replayed
 REPLAYED = {"softcap"}
 # the largest head sizes: of gradients and of v, and of q and k without gradients
@@ -52,12 +57,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def limits(problem: Problem) -> Limits:
     """Tiles of the forward kernel, and enough splits of few queries to fill the chip."""
-    chip = chip_of(problem.device)
-    forward = tile_of("forward", chip, problem)
-    splits = {"few_queries": 16, "lanes": 2 * multiprocessors(problem.device), "split_least": SPLIT_LEAST}
-    name, order = f"triton {chip}", gathers(problem)
-    tiles = forward.BM, forward.BN
-    return Limits(name, *tiles, quantum=forward.BN, least_q=LEAST, gathers=order, **splits)
+    forward = tile_of("forward", chip := chip_of(problem.device), problem)
+    name, tiles = f"triton {chip}", (forward.BM, forward.BN)
+    if problem.batch_invariant:
+        return Limits(name, *tiles, quantum=forward.BN, tests_all=True, few_queries=0)
+    splits: Any = {"few_queries": 16, "lanes": 2 * multiprocessors(problem.device), "split_least": SPLIT_LEAST}
+    return Limits(name, *tiles, quantum=forward.BN, least_q=LEAST, gathers=gathers(problem), **splits)
 
 
 def gathers(p: Problem) -> bool:
@@ -68,7 +73,7 @@ def gathers(p: Problem) -> bool:
 def plan(problem: Problem) -> Plan:
     """The plan of a problem; the arrays of a mask on the device stay there."""
     wanted = limits(problem)
-    part: Any = on_device.part_of(problem, wanted.tile_q)
+    part: Any = None if problem.batch_invariant else on_device.part_of(problem, wanted.tile_q)
     return make_plan(problem, wanted, None if part is None else (part,))
 
 
@@ -83,7 +88,7 @@ def unsupported(problem: Problem) -> list[str]:
     if most < problem.D or problem.Dv > LARGEST_HEAD:
         limits = f"at most {LARGEST_HEAD}, or D of {LARGEST_LATENT} without gradients"
         reasons.append(f"head sizes are D = {problem.D} and Dv = {problem.Dv}: {limits}")
-    reasons += not_with_select(problem)
+    reasons += not_with_select(problem) + support.not_invariant(problem)
     chip = chip_of(problem.device)
     if problem.quantised and problem.quantised.kind == "fp8" and (chip[:3] != "sm_" or int(chip[3:]) < 89):
         reasons.append("only NVIDIA chips from sm_89 on read 8-bit floats: store int8")
@@ -99,8 +104,8 @@ def _eight_bits(problem: Problem) -> list[str]:
     return [f"{problem.dtype} is computed by the kernels for Hopper alone: {reason}" for reason in wanted]
 
 
-def forward(problem: Problem, plan: Plan, inputs: Inputs, *, out_dtype: str | None = None) -> tuple[Tensor, Tensor]:
-    """(o [B, Tq, Hq, Dv] in out_dtype or the inputs' dtype, lse [B, Tq, Hq] float32)."""
+def forward(problem: Problem, plan: Plan, inputs: Inputs, *, out_dtype: str | None = None) -> tuple[Tensor, ...]:
+    """(o [B, Tq, Hq, Dv] in out_dtype or the inputs' dtype, lse [B, Tq, Hq] float32, *more)."""
     q, extras = inputs.q, inputs.extras
     rows = (problem.B, problem.Tq, problem.Hq)
     dtype = getattr(torch, out_dtype or ("bfloat16" if extras.descale else problem.dtype))
@@ -108,10 +113,11 @@ def forward(problem: Problem, plan: Plan, inputs: Inputs, *, out_dtype: str | No
     # the results of several parts are merged in float32
     o = q.new_empty((*rows, problem.Dv), dtype=torch.float32 if several else dtype)
     lse = q.new_empty(rows, dtype=torch.float32)
+    more = launch.more_results(problem, lse)
     if lse.numel():
         with on(q):
-            _launch_forward(launch.AttentionLaunch(problem, plan, inputs), o, lse)
-    return o.to(dtype), lse
+            _launch_forward(launch.AttentionLaunch(problem, plan, inputs, more), o, lse)
+    return o.to(dtype), lse, *(x for x in more if x is not None)
 
 
 def _launch_forward(call: launch.AttentionLaunch, o: Tensor, lse: Tensor) -> None:
@@ -134,7 +140,7 @@ def _for_hopper(problem: Problem, plan: Plan, *tensors: Tensor) -> bool:
     return hopper.fits(*tensors)
 
 
-def decode(problem: Problem, plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
+def decode(problem: Problem, plan: Plan, inputs: Inputs) -> tuple[Tensor, ...]:
     """`forward` for calls without a backward: the keys of few queries are split into ranges."""
     q, k, v, extras = inputs
     if not plan.split_keys or extras.descale or problem.selection is not None:
@@ -152,10 +158,11 @@ def decode(problem: Problem, plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor
         if results is not None:
             return results[0], results[1]
     o, lse = q.new_empty((*rows, problem.Dv)), q.new_empty(rows, dtype=torch.float32)
+    more = launch.more_results(problem, lse)
     if lse.numel():
         with on(q):
-            launch_decode.decode(launch.AttentionLaunch(problem, plan, inputs), o, lse)
-    return o, lse
+            launch_decode.decode(launch.AttentionLaunch(problem, plan, inputs, more), o, lse)
+    return o, lse, *(x for x in more if x is not None)
 
 
 def follows_lengths(problem: Problem, plan: Plan) -> bool:
@@ -197,8 +204,7 @@ def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
 
 def replayable(p: Problem, plan: Plan) -> bool:
     """Whether launches depend only on the layout of the arrays, and the version of Triton's launcher is known."""
-    first = plan.parts[0]
-    if len(plan.parts) > 1 or first.step > 1 or plan.order is not None:
+    if plan.parts[0].step > 1 or len(plan.parts) > 1 or plan.order is not None:
         return False
     return p.uses <= REPLAYED and p.dtype != hopper.EIGHT_BITS and not versions.why_not() and not interpreted()
 
@@ -238,7 +244,10 @@ def backward(
     out_dtype: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """(dq, dk, dv, more); more has the fields of `Side` that grads names: float32, but float64 for log_f."""
-    o, lse, do, dlse, delta = outputs
+    _, lse, _, dlse, delta, _, dentropy = outputs
+    if problem.uses & RESULTS:
+        # kernels of a plain backward also serve a call with these results
+        problem = replace(problem, return_max=False, return_entropy=dentropy is not None)
     if dlse is delta is out_dtype is None and not grads and lse.is_contiguous() and replayable(problem, plan):
         again = _backward_again(problem, plan, inputs, outputs)
         if again is not None:
@@ -247,9 +256,10 @@ def backward(
     more: dict[str, Tensor] = {}
     lse = lse.contiguous()
     with on(inputs.q):
-        dq, dk, dv, delta = _launch_backward(call, Outputs(o, lse, do, dlse, delta), grads, more, out_dtype)
+        dq, dk, dv, delta = _launch_backward(call, outputs._replace(lse=lse), grads, more, out_dtype)
     if "sinks" in grads and inputs.extras.sinks is not None:
-        more["sinks"] = sinks_gradient(inputs.extras.sinks.double(), lse, delta).float()
+        sinks = inputs.extras.sinks.double()
+        more["sinks"] = sinks_gradient(sinks, lse, sink_delta(delta, sinks, lse, dentropy)).float()
     return dq, dk, dv, more
 
 
@@ -262,39 +272,16 @@ def _launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     # (dq, dk, dv, delta)
     problem, plan, (q, k, v) = call.problem, call.plan, (x.p for x in call.qkv)
-    o, lse, do, dlse, delta = outputs
+    _, lse, do, _, delta, _, dentropy = outputs
     dtype = getattr(torch, out_dtype) if out_dtype else q.dtype
     fast, share = _for_hopper(problem, plan, do, q, k, v), None
     if delta is None:
-        delta = launch.delta(call, do, o, dlse)
-        share = None if fast else launch.refine(call, do, lse, delta, dlse)
+        delta = launch.delta(call, outputs)
+        share = None if fast else launch.refine(call, outputs, delta)
     if fast and lse.numel():
         dq, dk, dv = hopper.run_backward(call, do, lse, delta, dtype)
     else:
-        arrays = call.arrays._replace(do=launch.array(do), lse=lse, share=share, delta=delta)
-        dq, dk, dv = _portable_backward(call, arrays, grads, more, dtype)
+        dentropy = None if dentropy is None else dentropy.contiguous()
+        arrays = call.arrays._replace(do=launch.array(do), lse=lse, share=share, delta=delta, dentropy=dentropy)
+        dq, dk, dv = launch_backward.backward(call, arrays, grads, more, dtype)
     return dq, call.caller_order(dk), call.caller_order(dv), delta
-
-
-def _portable_backward(
-    call: launch.AttentionLaunch, arrays: Any, grads: Set[str], more: dict[str, Tensor], dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    problem, (q, k, v) = call.problem, (x.p for x in call.qkv)
-    # with a stride, a key that no row of its class sees has no owner and needs a zero; parts are added in float32
-    new = torch.zeros if call.plan.parts[0].step > 1 else torch.empty
-    sums = torch.float32 if len(call.plan.parts) > 1 else dtype
-    dq, dk, dv = (new(x.shape, dtype=sums, device=x.device) for x in (q, k, v))
-    if not arrays.lse.numel() or not problem.Tk:
-        dq, dk, dv = dq.zero_(), dk.zero_(), dv.zero_()
-    for name, shape in (("bias", problem.scores.bias), ("table", call.distances_shape)):
-        if name in grads and shape:
-            more[name] = q.new_zeros(shape, dtype=torch.float32)
-    of_ds = (problem.Tq, problem.Tk) if "log_f" in grads else (None, None)
-    rows, keys = (None if n is None else arrays.lse.new_zeros((problem.B, problem.Hq, n)) for n in of_ds)
-    gradients = launch.Gradients(dq, dk, dv, more.get("bias"), more.get("table"), rows, keys)
-    slopes = launch.backward(call, arrays, gradients, "slopes" in grads and bool(problem.scores.alibi))
-    if rows is not None:
-        more["log_f"] = gates_gradient(rows, keys, launch.positions_of(problem, call.plan).tolist())
-    if slopes is not None and problem.scores.alibi:
-        more["slopes"] = slopes if problem.scores.alibi[0] > 1 else slopes.sum(0, keepdim=True)
-    return dq.to(dtype), dk.to(dtype), dv.to(dtype)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ...mask.forms import GRIDS_IN, GRIDS_OUT, ROWS_IN, ROWS_OUT, STRIDE, Grid, Lowered, Rows
+from ...mask.tiling import PARTIAL
 from ...plan import Part, Plan
 from .. import plan_encoding
 from ..plan_encoding import INTERVAL, RECORD, Int32, Words, longest_first
@@ -60,22 +61,27 @@ def order_of(plan: Plan, device: torch.device) -> Order | None:
 
 
 def of_part(
-    part: Part | Intervals, plan: Plan, device: torch.device, tile_k: int = 0, *, scattered: bool = False
+    part: Part | Intervals, plan: Plan, device: torch.device, tile_k: int = 0, *, scattered: bool = False, rows: int = 0
 ) -> Lists:
     """The lists of a part's row tiles, or with tile_k the lists of its tiles of tile_k keys.
 
-    scattered: the keys of a tile are not next to each other, so that no word has the blocks of all of them.
+    scattered: the keys of a tile are not next to each other, so that no word has the blocks of all of them. rows: the
+    lists of key tiles start at multiples of so many rows and have no FULL segment; 0 for lists as short as possible.
     """
     mine = _lists.setdefault(part, {})
-    key = device, tile_k, scattered
+    key = device, tile_k, scattered, rows
     if key not in mine:
-        make = _of_intervals if isinstance(part, Intervals) else _of_host
-        mine[key] = make(part, plan, device, tile_k, scattered)  # pyright: ignore[reportArgumentType]
+        if isinstance(part, Intervals):
+            mine[key] = _of_intervals(part, plan, device, tile_k)
+        else:
+            mine[key] = _of_host(part, plan, device, tile_k, scattered, rows)
     return mine[key]
 
 
-def _of_host(part: Part, plan: Plan, device: torch.device, tile_k: int, scattered: bool) -> Lists:
-    ranges = part.transposed(tile_k) if tile_k else part.ranges
+def _of_host(part: Part, plan: Plan, device: torch.device, tile_k: int, scattered: bool, rows: int) -> Lists:
+    ranges = part.transposed(tile_k, quantum=max(1, rows)) if tile_k else part.ranges
+    if rows:
+        ranges.seg[:, 2] = PARTIAL
     n_tiles = -(-int(part.nk.max()) // tile_k) if tile_k else part.n_tiles
     kind = _kind_of(part.masks, part.step)
     if scattered and kind >= UNION.value and any(mask.grids for mask in part.masks):
@@ -94,7 +100,7 @@ def _of_host(part: Part, plan: Plan, device: torch.device, tile_k: int, scattere
     return Lists(upload(words.joined(), device), n_tiles, len(part.nq), kind)
 
 
-def _of_intervals(part: Intervals, plan: Plan, device: torch.device, tile_k: int, _: bool) -> Lists:
+def _of_intervals(part: Intervals, plan: Plan, device: torch.device, tile_k: int) -> Lists:
     # the words that do not depend on the intervals are uploaded once per set of sizes
     tile, quantum = (tile_k, 1) if tile_k else (plan.tile_q, plan.tile_k)
     ptr, seg, extent = segments(part, tile, quantum, of_keys=tile_k > 0)

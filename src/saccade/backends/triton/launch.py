@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 from ...philox import drop_words
 from ...plan import Part, Plan, positions
 from ...problem import Problem
-from .. import Extras, Inputs
+from .. import Extras, Inputs, Outputs
 from . import bias_gradient, encoding, tiles
 from .chip import chip_of, multiprocessors
 from .kernels import backward as kernels_backward
@@ -59,10 +61,11 @@ PLAIN = Launches()
 
 
 class AttentionLaunch(Launches):
-    """What all launches of one call share."""
+    """What all launches of one call share; more: from `more_results`."""
 
-    def __init__(self, problem: Problem, plan: Plan, inputs: Inputs) -> None:
+    def __init__(self, problem: Problem, plan: Plan, inputs: Inputs, more: Sequence[Any] = (None, None)) -> None:
         q, k, v, extras = inputs
+        self.more = more
         self.problem, self.plan, self.device = problem, plan, q.device
         self.chip = chip_of(problem.device)
         self.order = encoding.order_of(plan, q.device)
@@ -71,7 +74,9 @@ class AttentionLaunch(Launches):
         scales = (extras.k_scale, extras.v_scale)
         keys, values = (stored(problem, x, s, extras) for x, s in zip((k, v), scales, strict=True))
         self.columns = tiles.columns(problem.D, problem.Dv, same_rows(k, v))
-        values = keys if self.columns.SHARED else values
+        if self.columns.SHARED:
+            # of codes, in the groups of k's numbers
+            values = keys._replace(p=keys.p[..., : v.shape[-1]])
         lists = None if problem.selection is None else lists_of(problem, q.device)
         self.arrays = Arrays(array(q), keys, values, None, extras.lengths, lists)
         self.descale = extras.descale
@@ -113,14 +118,20 @@ class AttentionLaunch(Launches):
             return self.scores
         return self.scores._replace(sinks=self.sinks)
 
+    def linear(self, extras: Extras) -> Scores:
+        """The tangents of the terms of the scores."""
+        terms = replace(self.problem, scores=replace(self.problem.scores, softcap=0.0))
+        sinks = None if extras.sinks is None else extras.sinks.contiguous()
+        return _scores(terms, self.plan, extras, self.device)._replace(sinks=sinks)
+
     def caller_order(self, x: Tensor) -> Tensor:
         """Gradients of keys or values, back in the caller's order."""
         return x if self.order is None else x.index_select(1, self.order.back)
 
-    def lists(self, n: int, tile_k: int = 0) -> encoding.Lists:
-        """The lists of part n on the device."""
-        scattered = self.arrays.lists is not None
-        return encoding.of_part(self.plan.parts[n], self.plan, self.device, tile_k, scattered=scattered)
+    def lists(self, n: int, tile_k: int = 0, tile_q: int = 0) -> encoding.Lists:
+        """The lists of part n on the device: of its rows, or of tiles of tile_k keys that read tile_q rows at once."""
+        scattered, rows = self.arrays.lists is not None, tile_q if self.problem.batch_invariant else 0
+        return encoding.of_part(self.plan.parts[n], self.plan, self.device, tile_k, scattered=scattered, rows=rows)
 
     def row_tiles(self, kernel: str, n: int) -> tuple[tiles.Tile, encoding.Lists, int]:
         """The tile of a kernel whose programs own rows, the lists of part n, and the number of programs."""
@@ -141,24 +152,30 @@ class AttentionLaunch(Launches):
         return of.groups * -(-of.rows * self.problem.G // BM)
 
 
+def more_results(problem: Problem, lse: Tensor) -> list[Tensor | None]:
+    """New arrays like lse for max and entropy; None where the problem does not ask for them."""
+    return [torch.empty_like(lse) if wanted else None for wanted in (problem.return_max, problem.return_entropy)]
+
+
 def forward(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
-    """Compute every part into o and lse, in order."""
-    p, tile, results = call.problem, call.tile("forward"), Results(array(o), lse)
+    """Compute every part into o, lse and the other results, in order."""
+    p, tile, results = call.problem, call.tile("forward"), Results(array(o), lse, None, *call.more)
     for n, part in enumerate(call.plan.parts):
         at = call.lists(n)
         arrays, config = call.arrays_of(part, at.words, tile.BN), call.config(tile, at.mask, ADD=n > 0)
-        config = config._replace(**call.columns._asdict())
+        config = config._replace(**call.columns._asdict(), ENTROPY=p.return_entropy)
         args = arrays, results, call.scores_of(n), *call.drop, config
         call.start(kernels_forward.forward, at.n_tiles * at.n_classes * p.B * p.Hq, *args, tile=tile)
 
 
-def delta(call: AttentionLaunch, do: Tensor, o: Tensor, dlse: Tensor | None) -> Tensor:
-    """Σ do · o - dlse, [B, Tq, Hq] float32."""
-    p = call.problem
+def delta(call: AttentionLaunch, outputs: Outputs) -> Tensor:
+    """Σ do · o - dlse + dentropy · entropy, [B, Tq, Hq] float32."""
+    p, do = call.problem, outputs.do
     out = call.scratch(p.B, p.Tq, p.Hq, like=do)
     rows = out.numel()
     if rows:
-        products = Products(array(do), array(o), None if dlse is None else dlse.contiguous())
+        of_rows = (_whole(x) for x in (outputs.dlse, outputs.entropy, outputs.dentropy))
+        products = Products(array(do), array(outputs.o), *of_rows)
         # 32 rows of more than 256 numbers would spill
         tile = SMALL._replace(BM=SMALL.BM * 256 // max(256, tiles.block(p.Dv)))
         args = products, out, rows, p.Tq, p.Hq, Blocks(p.Dv, tiles.block(p.Dv), tile.BM)
@@ -166,17 +183,17 @@ def delta(call: AttentionLaunch, do: Tensor, o: Tensor, dlse: Tensor | None) -> 
     return out
 
 
-def refine(call: AttentionLaunch, do: Tensor, lse: Tensor, delta: Tensor, dlse: Tensor | None) -> Tensor | None:
+def refine(call: AttentionLaunch, outputs: Outputs, delta: Tensor) -> Tensor | None:
     """Factors of the weights of each row, [B, Tq, Hq]; also replaces `delta` by a more accurate one.
 
     For float32 only: without this the rounding of lse and of o would be the largest error of its gradients.
     """
-    p = call.problem
+    p, lse = call.problem, outputs.lse
     if not call.exact or not lse.numel() or not p.Tk:
         return None
     share, weighed = (call.scratch(*lse.shape, like=lse) for _ in range(2))
-    dlse = None if dlse is None else dlse.contiguous()
-    arrays = call.arrays._replace(do=array(do), lse=lse, share=share, delta=delta, dlse=dlse)
+    arrays = call.arrays._replace(do=array(outputs.do), lse=lse, share=share, delta=delta)
+    arrays = arrays._replace(dlse=_whole(outputs.dlse), dentropy=_whole(outputs.dentropy))
     last = len(call.plan.parts) - 1
     for n in range(last + 1):
         tile, at, programs = call.row_tiles("dq", n)
@@ -184,6 +201,10 @@ def refine(call: AttentionLaunch, do: Tensor, lse: Tensor, delta: Tensor, dlse: 
         args = arrays._replace(words=at.words), weighed, call.scores_of(n), *call.drop, config
         call.start(kernels_backward.refine, programs, *args, tile=tile)
     return share
+
+
+def _whole(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 def backward(call: AttentionLaunch, arrays: Arrays, grads: Gradients, want_slopes: Any) -> Tensor | None:
@@ -215,7 +236,7 @@ def _dq(call: AttentionLaunch, n: int, arrays: Arrays, grads: Gradients, want_sl
 
 def _dkdv(call: AttentionLaunch, n: int, arrays: Arrays, grads: Gradients) -> None:
     p, tile = call.problem, call.tile("dkdv", call.plan.parts[n])
-    at = call.lists(n, tile.BN)
+    at = call.lists(n, tile.BN, tile.BM)
     arrays, results = arrays._replace(words=at.words), KeyGradients(array(grads.dk), array(grads.dv), grads.keys)
     args = arrays, results, call.scores, *call.drop, call.config(tile, at.mask, ADD=n > 0)
     call.start(kernels_backward.dkdv, at.n_tiles * at.n_classes * p.B * p.Hk, *args, tile=tile)

@@ -59,13 +59,22 @@ def _in_ranges(
         # a stage has whole rows of both k and v
         tile = tile._replace(num_stages=min(2, tile.num_stages))
     n = p.B * p.Tq * p.Hq
-    parts = call.scratch(n * split.n * (p.Dv + 2), like=lse) if split.n > 1 else None
-    config = call.config(tile, mask)._replace(**call.columns._asdict())
-    args = Results(array(o), lse, parts), call.scores_of(0), *call.drop, *split.reach, split.keys, split.n, config
+    width = p.Dv + 2 + p.return_entropy
+    parts = call.scratch(n * split.n * width, like=lse) if split.n > 1 else None
+    config = call.config(tile, mask)._replace(**call.columns._asdict(), ENTROPY=p.return_entropy)
+    args = (
+        Results(array(o), lse, parts, *call.more),
+        call.scores_of(0),
+        *call.drop,
+        *split.reach,
+        split.keys,
+        split.n,
+        config,
+    )
     call.start(kernels.decode, p.B * p.Hk * split.n * split.blocks, arrays, *args, tile=tile)
     if split.n > 1:
         blocks = Blocks(p.Dv, tiles.block(p.Dv), tiles.block(split.n))
-        args = Results(o, lse, parts), call.sinks, n, split.n, p.Hq, blocks
+        args = Results(o, lse, parts, *call.more), call.sinks, n, split.n, p.Hq, blocks
         call.start(kernels.combine, n, *args, tile=SMALL)
 
 

@@ -94,6 +94,9 @@ def backward(
         # Triton 3.6 loses a 1, here a stride, in a tuple inside a tuple
         do = torch.nn.functional.pad(do, (0, 1))[..., :1]
     dfinal = None if dfinal is None else dfinal.contiguous()
+    if p.T == 1:
+        # Triton omits the loop over one chunk, and then the order of a product's sums would depend on a state's dtype
+        call, dfinal = call._replace(initial=_wide(call.initial)), _wide(dfinal)
     empty, initial = not p.N or not p.B, arrays["initial_state"]
     if empty or not p.T:
         zeros = {n: torch.zeros_like(x) for n, x in arrays.items() if x is not None and n != "cu_seqlens"}
@@ -110,6 +113,10 @@ def backward(
             return call.gradients(arrays, compute(PLAIN))
         args = call.arrays, call.sides, call.initial, do, dfinal
         return call.gradients(arrays, replayed(("backward", p), args, compute))
+
+
+def _wide(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.float()
 
 
 def _backward(call: MatrixLaunch, do: Tensor, dfinal: Tensor | None) -> list[Tensor]:

@@ -31,6 +31,8 @@ MOST_DECAYED = 128
 # the limits for float32
 LONGEST_WIDE_CHUNK, LARGEST_WIDE_BLOCK = 32, 32
 HOW = {"bfloat16": kernels.BF16.value, "float16": kernels.TF32.value, "float32": kernels.FLOAT32.value}
+# in a state of fewer rows, the bits that three products of tf32 leave out would be the largest error
+FEW_ROWS = 8
 
 
 def borders(cu_seqlens: Tensor | None, T: int, device: torch.device) -> Tensor | None:
@@ -67,7 +69,8 @@ class MatrixLaunch(NamedTuple):
     def config(self, **changes: Any) -> Config:
         """The constants that kernels of this call are compiled with."""
         p = self.p
-        state = p.K, p.V, p.columns, p.feature_map, p.causal, p.rule == "delta", p.decay == "channel", HOW[p.dtype]
+        how = kernels.LAST_BIT.value if p.dtype == "float32" and p.K < FEW_ROWS else HOW[p.dtype]
+        state = p.K, p.V, p.columns, p.feature_map, p.causal, p.rule == "delta", p.decay == "channel", how
         return Config(*state, self.block(p.K), self.block(p.V), self.C)._replace(**changes)
 
     def launch(

@@ -8,8 +8,10 @@ import torch
 
 import triton
 
+from ... import combinations
+from ...mask.sequences import sequences
 from ...plan import Limits, Plan, make_plan
-from ...problem import Problem
+from ...problem import OPTIONS, Problem
 from ..tested import chip_status, triton_status
 from . import hopper
 from .chip import chip_of, interpreted
@@ -19,6 +21,14 @@ from .tiles import of_plan
 def missing() -> list[str]:
     """What prevents kernels from running on this machine; plans, `explain` and compilation need no GPU."""
     return [] if interpreted() or torch.cuda.is_available() else ["torch finds no NVIDIA GPU"]
+
+
+def not_invariant(p: Problem) -> list[str]:
+    """Reasons why the bits of a problem's rows would depend on the batch, if they must not."""
+    reasons = combinations.not_invariant(p)
+    if p.batch_invariant and not reasons and not sequences(p.mask, p.B, p.Tq, p.Tk).apart:
+        reasons.append(f"{OPTIONS['batch']} with sequences that start at different keys in each batch entry: pack them")
+    return reasons
 
 
 def describe() -> dict[str, Any]:

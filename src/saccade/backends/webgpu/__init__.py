@@ -200,7 +200,7 @@ def backward(
 ) -> tuple[Any, Any, Any, dict[str, Any]]:
     """(dq, dk, dv, more); more has the fields of `Side` that grads names, as NumPy arrays."""
     p, rows = problem, (problem.B, problem.Tq, problem.Hq)
-    extras, (o, lse, do, dlse, delta) = inputs.extras, outputs
+    extras, (o, lse, do, dlse, delta) = inputs.extras, outputs[:5]
     with _CallBuffers(p, inputs.q) as call:
         launch = tiled.AttentionLaunch(call.gpu, p, plan, call.arrays(inputs, do), extras)
         n = int(np.prod(rows))

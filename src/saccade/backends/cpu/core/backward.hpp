@@ -1,14 +1,17 @@
 // Backward in one pass of five products; P is recomputed from lse. A task owns one key head (or some of its query
 // tiles) and its sums of dK and dV; dQ is written once per query tile.
-//   P = 2^(S - lse)   dP = V dO^T   dS = P (dP - delta)   dV += P dO   dK += dS Q scale   dQ^T += K^T dS, scale last
+//   P = 2^(S - lse)   dP = V dO^T - dentropy (S - lse)   dS = P (dP - delta)
+//   dV += P dO   dK += dS Q scale   dQ^T += K^T dS, scale last
 #pragma once
 #include "items.hpp"
+#include "row_sums.hpp"
 
 namespace saccade::SACCADE_ISA {
 
 template <class K>
-struct Backward {
+struct Backward : RowSums<typename K::sum> {
   using T = typename K::sum;
+  using Sums = RowSums<T>;
   using Num = typename K::num;
   using S = Store<K>;
   static constexpr int N = lanes<T>;
@@ -19,8 +22,10 @@ struct Backward {
     T* dqt;         // [D][width of the item]
     // lse in log2 units and delta, each in two parts: the last bit of lse shows in P, and delta nearly cancels dP
     T lse[TILE_Q], lse_low[TILE_Q], delta[TILE_Q], delta_low[TILE_Q];
+    T reference[TILE_Q], dentropy[TILE_Q];  // of the logarithms of P that the entropy's gradient needs, in log2 units
     bool finite;
     bool one_piece;  // all its keys are in one step, which also refines its rows
+    bool refines;    // its rows are refined after a pass over its keys
     int64_t g;
     double slope;
   };
@@ -29,7 +34,7 @@ struct Backward {
   int64_t ld, ldv;
   T mul;                     // log2 scores = mul * products, when plain
   Num *kt, *vt, *kt_across;  // of one key tile
-  T *s, *dp, *cap, *p, *rows, *transposed;
+  T *s, *dp, *cap, *p, *logs, *rows, *transposed;
   Num *p_lanes, *s_lanes, *s_across;
   State* items;
   TileMask<T>* masks;
@@ -45,6 +50,7 @@ struct Backward {
     vt = bump.take<Num>(TILE_K * S::depth(c.Dv));
     kt_across = S::per == 1 ? kt : bump.take<Num>(TILE_K / S::per * c.D);
     s = bump.take<T>(tile), dp = bump.take<T>(tile), cap = bump.take<T>(tile), p = bump.take<T>(tile);
+    logs = bump.take<T>(c.dentropy ? tile : 0);
     p_lanes = S::per == 1 ? reinterpret_cast<Num*>(p) : bump.take<Num>(tile);
     s_lanes = S::per == 1 ? reinterpret_cast<Num*>(s) : bump.take<Num>(tile);
     s_across = S::per == 1 ? s_lanes : bump.take<Num>(tile);
@@ -92,6 +98,7 @@ struct Backward {
       if (r < x.rows) set_row(it, r);
       // lanes beyond the tile's rows get weight 0
       if (r >= x.rows) it.lse[r] = -Low<T>::masked, it.lse_low[r] = it.delta[r] = it.delta_low[r] = T(0);
+      if (r >= x.rows) it.reference[r] = it.dentropy[r] = T(0);
     }
   }
   static int64_t row_at(const Call& c, const Scorer<T>& x, int64_t r) {
@@ -100,6 +107,8 @@ struct Backward {
   void set_row(State& it, int64_t r) {
     const double* row = c.rows + 2 * row_at(c, it.s, r);
     it.lse[r] = static_cast<T>(row[0]), it.lse_low[r] = static_cast<T>(row[0] - static_cast<double>(it.lse[r]));
+    it.reference[r] = Sums::reference(c, row_at(c, it.s, r));
+    it.dentropy[r] = static_cast<T>(Sums::dentropy(c, row_at(c, it.s, r)) * LN2<double>);
     if (c.lse_lost) it.lse_low[r] += static_cast<T>(c.lse_lost[row_at(c, it.s, r)]);
     it.delta[r] = static_cast<T>(row[1]), it.delta_low[r] = static_cast<T>(row[1] - static_cast<double>(it.delta[r]));
   }
@@ -111,16 +120,28 @@ struct Backward {
     mm<K>(n, it.s.width, deep_v, it.dot, it.s.width, vt + at * deep_v, deep_v, 1, dp, it.s.width, false, c.chain());
     it.s.scores(s, first, n, partial, c.softcap != 0 ? cap : nullptr);
     const bool careful = partial || it.s.masked_by_bias();
+    if (c.dentropy) keep_logs(it, n);
     for (int64_t r = 0; r < n; ++r)
       for (int64_t w = 0; w < it.s.width; w += N) {
-        const vec<T> x = load(s + r * it.s.width + w) * mul;
-        vec<T> e = exp2v((x - load(it.lse + w)) - load(it.lse_low + w));
+        // the product has one use, so that compilers fuse it with the difference in tested and untested tiles alike
+        const vec<T> x = load(s + r * it.s.width + w);
+        vec<T> e = exp2v((x * mul - load(it.lse + w)) - load(it.lse_low + w));
         // a row that may see a NaN has lse NaN; the keys that it must not see still get weight 0
         if (careful) e = x == Low<T>::masked ? vec<T>{} : e;
         store(s + r * it.s.width + w, e);
         store(p + r * it.s.width + w, e);
       }
     it.s.dropout(p, dp, first, n);
+    // the entropy is that of weights before dropout
+    for (int64_t i = 0; c.dentropy && i < n * it.s.width; i += N)
+      store(dp + i, load(s + i) == T(0) ? load(dp + i) : load(dp + i) - load(logs + i));
+  }
+
+  // the entropy's gradient times log P, for scores in `s`
+  void keep_logs(const State& it, int64_t n) {
+    for (int64_t r = 0; r < n * it.s.width; r += it.s.width)
+      for (int64_t w = 0; w < it.s.width; w += N)
+        store(logs + r + w, (load(s + r + w) * mul - load(it.reference + w)) * load(it.dentropy + w));
   }
 
   // P in `p` (after dropout), dS before the scale in `s`
@@ -185,33 +206,12 @@ struct Backward {
       for (int i = 0; i < 2; ++i) c.sums[2 * row_at(c, it.s, w) + i] += sum[i][w];
   }
 
-  // A row whose weights, with the sink's, add up to 1 within lse's tolerance sees only these keys. It takes lse and
-  // delta from the sums, so that the rounding of neither lse nor o enters its gradients. Returns the factor that
-  // corrects P.
-  static double refine(const Call& c, int64_t at) {
-    double* row = c.rows + 2 * at;
-    const double sink = c.sinks ? __builtin_exp2(c.sinks[at % c.Hq] * LOG2E<double> - row[0]) : 0;
-    const double total = c.sums[2 * at] + sink, over = total - 1;
-    const double lse = __builtin_fabs(row[0] * LN2<double>), eps = sizeof(T) == 4 ? 0x1p-23 : 0x1p-52;
-    const double apart = __builtin_fabs(over) < 0x1p-10 ? over : __builtin_log(total);
-    if (!(__builtin_fabs(apart) <= 8 * eps * (lse > 1 ? lse : 1))) {
-      row[1] = delta(c, at);
-      return 1;
-    }
-    const double before = row[0], small = over * (1 - over * (0.5 - over / 3)) * LOG2E<double>;
-    const double shift = __builtin_fabs(over) < 0x1p-10 ? small : apart * LOG2E<double>;
-    row[0] += shift;
-    c.lse_lost[at] = shift - (row[0] - before);
-    row[1] = c.sums[2 * at + 1] / total - dlse(c, at);
-    return 1 / total;
-  }
-
   void refine_piece(State& it, int64_t n) {
     add_sums(it, n);
     T factor[TILE_Q];
     for (int64_t w = 0; w < it.s.width; ++w) factor[w] = T(1);
     for (int64_t w = 0; w < it.s.rows; ++w) {
-      factor[w] = static_cast<T>(refine(c, row_at(c, it.s, w)));
+      factor[w] = static_cast<T>(Sums::refine(c, row_at(c, it.s, w)));
       set_row(it, w);
     }
     for (int64_t r = 0; r < n * it.s.width; r += it.s.width)
@@ -221,15 +221,24 @@ struct Backward {
       }
   }
 
+  // whether the lse of some row has lost the logarithm of its sum
+  bool far(const State& it) const {
+    for (int64_t r = 0; r < it.s.rows; ++r)
+      if (Sums::absorbs(c, row_at(c, it.s, r))) return true;
+    return false;
+  }
+
   // whether gradients can be computed now; false if further parts add to the sums first
   bool refined(const TaskIndex& x, int64_t n) {
     for (int64_t i = 0; i < n; ++i) {
       State& it = items[i];
-      it.one_piece = !c.only_sums && it.seg + 3 == it.seg_end && it.seg[0] / TILE_K == (it.seg[1] - 1) / TILE_K;
-      if (it.one_piece) it.seg = it.seg_end;
+      const bool one_tile = it.seg < it.seg_end && it.seg[0] / TILE_K == (it.seg_end[-2] - 1) / TILE_K;
+      it.one_piece = !c.only_sums && one_tile && (c.range || it.seg + 3 == it.seg_end);
+      it.refines = !it.one_piece && (!c.range || c.dslopes || c.dgates || far(it));
+      if (!it.refines) it.seg = it.seg_end;
     }
     walk(
-        keys.total, items, n, [&](int64_t first, int64_t count) { load_tile(x, first, count); },
+        keys.total, c.range > 0, items, n, [&](int64_t first, int64_t count) { load_tile(x, first, count); },
         [&](State& it, int64_t first, int64_t count, int kind, int64_t at) {
           weights(it, first, count, kind == PARTIAL, at);
           add_sums(it, count);
@@ -237,8 +246,8 @@ struct Backward {
     for (int64_t i = 0; i < n; ++i) {
       State& it = items[i];
       it.seg = it.first_seg;
-      for (int64_t r = 0; r < it.s.rows && !it.one_piece && !c.only_sums; ++r) {
-        refine(c, row_at(c, it.s, r));
+      for (int64_t r = 0; r < it.s.rows && it.refines && !c.only_sums; ++r) {
+        Sums::refine(c, row_at(c, it.s, r));
         set_row(it, r);
       }
     }
@@ -341,7 +350,7 @@ struct Backward {
   void gradients(const TaskIndex& x, int64_t n, double* slopes) {
     if (c.sums && !refined(x, n)) return;
     walk(
-        keys.total, items, n, [&](int64_t first, int64_t count) { load_tile(x, first, count); },
+        keys.total, c.range > 0, items, n, [&](int64_t first, int64_t count) { load_tile(x, first, count); },
         [&](State& it, int64_t first, int64_t count, int kind, int64_t at) {
           step(it, first, count, kind == PARTIAL, at);
         });
@@ -379,7 +388,7 @@ struct Backward {
     Bump bump{scratch};
     Backward f(c, bump, wanted(c));
     const Part& part = *c.part;
-    f.dk = static_cast<T*>(c.partial) + task * sums(c);
+    f.dk = static_cast<T*>(c.partial) + (task - c.first * c.splits) * sums(c);
     f.dv = f.dk + c.Tk * f.ld;
     if (!c.accumulate) __builtin_memset(f.dk, 0, static_cast<size_t>(sums(c)) * sizeof(T));
     const int64_t split = task % c.splits, hk = task / c.splits % c.Hk, b = task / c.splits / c.Hk;
@@ -390,6 +399,7 @@ struct Backward {
     for (int64_t cls = 0; cls < part.classes; ++cls)
       for (int64_t block = split; block * tiles < part.n_tiles; block += c.splits)
         for (int64_t g0 = 0; g0 < c.G; g0 += heads) {
+          if (part.entry && part.entry[cls] != b) continue;
           const TaskIndex x{b, hk, cls, block, 0};
           f.keys = keys_of(part, cls);
           int64_t n = 0;
@@ -403,7 +413,7 @@ struct Backward {
   // adds the owners' sums of one (batch, key head) in ascending order
   static void finish_keys(const Call& c, int64_t task) {
     const int64_t ld = round_up(c.D, N), ldv = round_up(c.Dv, N), hk = task % c.Hk, b = task / c.Hk;
-    T* first = static_cast<T*>(c.partial) + task * c.splits * sums(c);
+    T* first = static_cast<T*>(c.partial) + (task - c.first) * c.splits * sums(c);
     for (int64_t j = 0; j < c.Tk; ++j) {
       if (j % 256 == 255) check_stop();
       T *dk = first + j * ld, *dv = first + c.Tk * ld + j * ldv;
@@ -416,34 +426,6 @@ struct Backward {
       write_row(c.dk, b * c.dk.stride[0] + j * c.dk.stride[1] + hk * c.dk.stride[2], c.D, dk);
       write_row(c.dv, b * c.dv.stride[0] + j * c.dv.stride[1] + hk * c.dv.stride[2], c.Dv, dv);
     }
-  }
-
-  static double dlse(const Call& c, int64_t at) {
-    return c.dlse ? static_cast<double>(static_cast<const T*>(c.dlse)[at]) : 0;
-  }
-  // rowsum(do * o) - dlse of row `at`
-  static double delta(const Call& c, int64_t at) {
-    T x[1024], y[1024];
-    const int64_t h = at % c.Hq, t = at / c.Hq % c.Tq, b = at / c.Hq / c.Tq;
-    read_row(c.do_, b * c.do_.stride[0] + t * c.do_.stride[1] + h * c.do_.stride[2], c.Dv, x);
-    read_row(c.o, b * c.o.stride[0] + t * c.o.stride[1] + h * c.o.stride[2], c.Dv, y);
-    // summed in the order of dP: where one weight is near 1, dP and delta round alike and cancel
-    T sum = 0;
-    for (int64_t d0 = 0; d0 < c.Dv; d0 += c.chain()) {
-      T piece = 0;
-      // in a row without keys o is 0 and do may hold any value, also NaN
-      for (int64_t d = d0; d < min64(c.Dv, d0 + c.chain()); ++d) piece = y[d] == T(0) ? piece : x[d] * y[d] + piece;
-      sum += piece;
-    }
-    return static_cast<double>(sum) - dlse(c, at);
-  }
-  // lse and delta that the gradients of one row use; where rows are refined, delta comes from the sums later
-  static void row(const Call& c, int64_t at) {
-    const T lse = static_cast<const T*>(c.lse)[at];
-    // all scores of a row without keys are masked
-    c.rows[2 * at] = lse == Low<T>::masked ? 0 : in_log2(c, lse);
-    c.rows[2 * at + 1] = c.delta ? c.delta[at] : c.sums ? 0 : delta(c, at);
-    if (c.sums) c.sums[2 * at] = c.sums[2 * at + 1] = c.lse_lost[at] = 0;
   }
 };
 

@@ -21,11 +21,12 @@ struct BiasGradient {
 
   static void tile(const Call& c, Backward<K>& f, int64_t b, int64_t h, int64_t cls, int64_t tile, bool of_distances) {
     const TaskIndex x{b, h / c.G, cls, 0, 0};
+    if (c.part->entry && c.part->entry[cls] != b) return;
     if (!f.items[0].place(c, x, h % c.G, tile, f.masks)) return;
     f.start(f.items[0], h % c.G);
     f.keys = keys_of(*c.part, cls);
     walk(
-        f.keys.total, f.items, 1, [&](int64_t first, int64_t count) { f.load_tile(x, first, count); },
+        f.keys.total, c.range > 0, f.items, 1, [&](int64_t first, int64_t count) { f.load_tile(x, first, count); },
         [&](typename Backward<K>::State& it, int64_t first, int64_t count, int kind, int64_t at) {
           f.recompute(it, first, count, kind == PARTIAL, at);
           if (of_distances)

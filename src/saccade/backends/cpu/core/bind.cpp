@@ -93,6 +93,7 @@ PlanPart* read_part(nb::handle source) {
   part.k_start = p->ints(source.attr("k_start"));
   part.nq = p->ints(source.attr("nq"));
   part.nk = p->ints(source.attr("nk"));
+  if (!source.attr("entry").is_none()) part.entry = p->ints(source.attr("entry"));
   part.head = p->ints(source.attr("head"));
   part.ptr = p->ints(source.attr("ranges").attr("ptr"));
   part.seg = p->ints(source.attr("ranges").attr("seg"));
@@ -114,6 +115,7 @@ Array broadcast(const A& a) {
 struct Options {
   int64_t B, Tq, Tk, Hq, Hk, D, Dv;
   double scale, softcap, dropout;
+  int64_t range;
 };
 
 struct Extra {
@@ -145,7 +147,7 @@ Array by_distance(const A& a, const Options& o) {
 Call make_call(const Options& o, const Extra& e) {
   Call c;
   c.B = o.B, c.Tq = o.Tq, c.Tk = o.Tk, c.Hq = o.Hq, c.Hk = o.Hk, c.G = o.Hq / o.Hk, c.D = o.D, c.Dv = o.Dv;
-  c.scale = o.scale, c.softcap = o.softcap;
+  c.scale = o.scale, c.softcap = o.softcap, c.range = o.range;
   c.drop_below = static_cast<uint32_t>(o.dropout * 4294967296.0);
   c.keep_scale = 1.0 / (1.0 - o.dropout);
   c.seed[0] = static_cast<uint32_t>(e.seed), c.seed[1] = static_cast<uint32_t>(e.seed >> 32);
@@ -183,9 +185,12 @@ std::vector<const Part*> pointers(const std::vector<PlanPart*>& parts) {
 }
 
 void forward(const std::vector<PlanPart*>& parts, const Options& o, int threads, int64_t split_keys, const In& q,
-             const In& k, const In& v, const Any& out, const Any& lse, const Extra& e) {
+             const In& k, const In& v, const Any& out, const Any& lse, std::optional<Any> max,
+             std::optional<Any> entropy, const Extra& e) {
   Call c = make_call(o, e);
   c.q = view(q), c.k = view(k), c.v = view(v), c.o = view(out), c.lse = lse.data();
+  if (max) c.max = max->data();
+  if (entropy) c.entropy = entropy->data();
   if (e.code != Code::none) coded(c.k, *e.k_scale, e.code, e.group), coded(c.v, *e.v_scale, e.code, e.group);
   c.split_keys = split_keys;
   const auto p = pointers(parts);
@@ -258,13 +263,14 @@ class Direct {
 
 void backward(const std::vector<PlanPart*>& parts, const Options& o, int threads, int splits, const In& dout,
               const In& q, const In& k, const In& v, const In& out, const In& lse, std::optional<In> dlse,
-              std::optional<Doubles> delta, const Any& dq, const Any& dk, const Any& dv, std::optional<Any> dbias,
-              std::optional<Any> ddistances, std::optional<Any> dslopes, std::optional<Any> dgates,
-              std::optional<Any> rows, const Extra& e) {
+              std::optional<In> entropy, std::optional<In> dentropy, std::optional<Doubles> delta, const Any& dq,
+              const Any& dk, const Any& dv, std::optional<Any> dbias, std::optional<Any> ddistances,
+              std::optional<Any> dslopes, std::optional<Any> dgates, std::optional<Any> rows, const Extra& e) {
   Call c = make_call(o, e);
   c.do_ = view(dout), c.q = view(q), c.k = view(k), c.v = view(v), c.o = view(out);
   c.lse = const_cast<void*>(lse.data());
   if (dlse) c.dlse = dlse->data();
+  if (dentropy) c.entropy = const_cast<void*>(entropy->data()), c.dentropy = dentropy->data();
   if (delta) c.delta = delta->data();
   if (rows) c.rows = static_cast<double*>(rows->data());
   c.dq = view(dq), c.dk = view(dk), c.dv = view(dv);
@@ -279,6 +285,20 @@ void backward(const std::vector<PlanPart*>& parts, const Options& o, int threads
   const auto p = pointers(parts);
   const Unlocked unlocked;
   run_backward(c, p, threads);
+}
+
+void tangent(const std::vector<PlanPart*>& parts, const Options& o, int threads, const In& q, const In& k, const In& v,
+             const In& out, const In& lse, std::optional<In> dq, std::optional<In> dk, std::optional<In> dv,
+             const Any& dout, const Any& dlse, const Extra& e, const Extra& de) {
+  Call c = make_call(o, e), d = make_call(o, de);
+  c.q = view(q), c.k = view(k), c.v = view(v), c.o = view(out), c.lse = const_cast<void*>(lse.data());
+  if (dq) d.q = view(*dq);
+  if (dk) d.k = view(*dk);
+  if (dv) d.v = view(*dv);
+  d.o = view(dout), d.lse = dlse.data(), d.softcap = 0;
+  const auto p = pointers(parts);
+  const Unlocked unlocked;
+  run_tangent(c, d, p, threads);
 }
 
 using Longs = nb::ndarray<const int64_t, nb::c_contig, nb::device::cpu>;
@@ -313,8 +333,9 @@ NB_MODULE(_core, m) {
   });
   nb::class_<Options>(m, "Options")
       .def("__init__", [](Options* self, int64_t B, int64_t Tq, int64_t Tk, int64_t Hq, int64_t Hk, int64_t D,
-                          int64_t Dv, double scale, double softcap,
-                          double dropout) { new (self) Options{B, Tq, Tk, Hq, Hk, D, Dv, scale, softcap, dropout}; });
+                          int64_t Dv, double scale, double softcap, double dropout, int64_t range) {
+        new (self) Options{B, Tq, Tk, Hq, Hk, D, Dv, scale, softcap, dropout, range};
+      });
   nb::class_<Extra>(m, "Extra")
       .def(
           "__init__",
@@ -330,17 +351,23 @@ NB_MODULE(_core, m) {
           nb::arg("v_scale").none() = nb::none(), nb::arg("code") = 0, nb::arg("group") = 0,
           nb::arg("distances").none() = nb::none(), nb::arg("gates").none() = nb::none(),
           nb::arg("selected").none() = nb::none(), nb::arg("block") = 1, nb::arg("rows") = 1);
-  m.def("forward", &forward);
+  m.def("forward", &forward, nb::arg("parts"), nb::arg("options"), nb::arg("threads"), nb::arg("split_keys"),
+        nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("o"), nb::arg("lse"), nb::arg("max").none(),
+        nb::arg("entropy").none(), nb::arg("extra"));
   m.def("backward", &backward, nb::arg("parts"), nb::arg("options"), nb::arg("threads"), nb::arg("splits"),
         nb::arg("do"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("o"), nb::arg("lse"), nb::arg("dlse").none(),
-        nb::arg("delta").none(), nb::arg("dq"), nb::arg("dk"), nb::arg("dv"), nb::arg("dbias").none(),
-        nb::arg("ddistances").none(), nb::arg("dslopes").none(), nb::arg("dgates").none(), nb::arg("rows").none(),
-        nb::arg("extra"));
+        nb::arg("entropy").none(), nb::arg("dentropy").none(), nb::arg("delta").none(), nb::arg("dq"), nb::arg("dk"),
+        nb::arg("dv"), nb::arg("dbias").none(), nb::arg("ddistances").none(), nb::arg("dslopes").none(),
+        nb::arg("dgates").none(), nb::arg("rows").none(), nb::arg("extra"));
+  m.def("tangent", &tangent, nb::arg("parts"), nb::arg("options"), nb::arg("threads"), nb::arg("q"), nb::arg("k"),
+        nb::arg("v"), nb::arg("o"), nb::arg("lse"), nb::arg("dq").none(), nb::arg("dk").none(), nb::arg("dv").none(),
+        nb::arg("do"), nb::arg("dlse"), nb::arg("extra"), nb::arg("tangents"));
   m.def("append", &append, nb::arg("given"), nb::arg("held"), nb::arg("scale").none(), nb::arg("code"),
         nb::arg("group"), nb::arg("first"), nb::arg("second"), nb::arg("cos").none(), nb::arg("sin").none(),
         nb::arg("interleaved"), nb::arg("threads"));
   bind_recurrent(m);
   bind_diagonal(m);
+  bind_ffi(m);
   m.def("isas", &available_isas);
   m.def("isa", [] { return isa(); });
   m.def("set_isa", &set_isa);

@@ -40,5 +40,6 @@ class Unlocked {
 
 void bind_recurrent(nb::module_& m);
 void bind_diagonal(nb::module_& m);
+void bind_ffi(nb::module_& m);
 
 }  // namespace saccade

@@ -1,5 +1,5 @@
 // Decode: few query rows against many keys. Each key is read once for all query heads of its group. A task owns one
-// chunk of keys and writes (m, l, sum of p v) per row; if there are several chunks, a second pass merges them in order.
+// chunk of keys and writes (sum of p v, m, l) per row; if there are several chunks, a second pass merges them in order.
 #pragma once
 #include "items.hpp"
 
@@ -21,17 +21,17 @@ SACCADE_INLINE T add_lanes(vec<T> x) {
 // one stream. Otherwise one head, whose positions are adjacent.
 SACCADE_INLINE int64_t decode_heads(const Call& c) { return c.k.stride[2] < c.k.stride[1] ? c.Hk : 1; }
 
-template <class K>
+template <class K, int64_t STEP = 32>
 struct Decode {
   using T = typename K::sum;
   static constexpr int N = lanes<T>;
   static constexpr bool PAIRS = Store<K>::per == 2;
-  static constexpr int64_t PIECE = 32;  // keys of one step: with all their heads they fit the L2 cache
-  static constexpr int FEW = 4;         // up to this many rows, each product decodes the codes again
+  static constexpr int64_t PIECE = STEP;  // keys of one step: with all their heads they fit the L2 cache
+  static constexpr int FEW = 4;           // up to this many rows, each product decodes the codes again
 
   // one key head: rows are the query heads of its group times Tq
   struct Head {
-    T *q, *acc, *m, *l;
+    T *q, *acc, *m, *l, *u;
     Scorer<T>* scorer;  // [G]
     int64_t b, hk;
   };
@@ -43,7 +43,7 @@ struct Decode {
   T *s, *kt, *vt, *transposed;
   typename K::num* weights;
   const T* q = nullptr;
-  T *acc = nullptr, *m = nullptr, *l = nullptr;
+  T *acc = nullptr, *m = nullptr, *l = nullptr, *u = nullptr;
   Head* heads;
   TileMask<T>* masks;
 
@@ -67,6 +67,7 @@ struct Decode {
       h.acc = bump.take<T>(rows * ldv);
       h.m = bump.take<T>(rows);
       h.l = bump.take<T>(rows);
+      h.u = bump.take<T>(rows);
       h.scorer = bump.take<Scorer<T>>(c.G);
       if (bump.base) heads[i] = h;
     }
@@ -202,7 +203,8 @@ struct Decode {
       for (int64_t t = 0; t < c.Tq; ++t) s[(g * c.Tq + t) * TILE_K + r] = transposed[r * x.width + t];
   }
 
-  void softmax(int64_t r, int64_t n) {
+  template <bool ENTROPY>
+  [[gnu::always_inline]] void softmax(int64_t r, int64_t n) {
     T* p = s + r * TILE_K;
     const int64_t padded = round_up(n, N);
     for (int64_t j = n; j < padded; ++j) p[j] = Low<T>::masked;
@@ -211,25 +213,33 @@ struct Decode {
     T best = m[r];
     for (int i = 0; i < N; ++i) best = top[i] > best ? top[i] : best;
     const T fix = exp2v(splat(m[r] - best))[0];
-    vec<T> sum = {};
+    vec<T> sum = {}, logs = {};
     for (int64_t j = 0; j < padded; j += N) {
-      const vec<T> e = exp2v(load(p + j) - best);
+      const vec<T> log = load(p + j) - best, e = exp2v(log);
       sum += e;
+      if constexpr (ENTROPY) logs += e * finite_log<T>(log);
       store(p + j, e);
     }
+    if constexpr (ENTROPY) u[r] = (u[r] + l[r] * finite_log<T>(splat(m[r] - best))[0]) * fix + add_lanes<T>(logs);
     l[r] = l[r] * fix + add_lanes<T>(sum);
     m[r] = best;
     if (fix != T(1))
       for (int64_t d = 0; d < ldv; d += N) store(acc + r * ldv + d, load(acc + r * ldv + d) * fix);
   }
 
+  // not inlined, so that plain steps keep their registers
+  [[gnu::noinline]] void softmax_with_logs(int64_t n) {
+    for (int64_t r = 0; r < rows; ++r) softmax<true>(r, n);
+  }
+
   void step(const Head& h, int64_t first, int64_t n, bool partial) {
-    q = h.q, acc = h.acc, m = h.m, l = h.l;
+    q = h.q, acc = h.acc, m = h.m, l = h.l, u = h.u;
     Scorer<T>* x = h.scorer;
     scores(h.b, h.hk, first, n);
     const bool more = partial || !x[0].plain();
     for (int64_t g = 0; more && g < c.G; ++g) extras(x[g], g, first, n, partial, false);
-    for (int64_t r = 0; r < rows; ++r) softmax(r, n);
+    if (c.entropy) softmax_with_logs(n);
+    for (int64_t r = 0; r < rows && !c.entropy; ++r) softmax<false>(r, n);
     for (int64_t g = 0; c.drop_below && g < c.G; ++g) extras(x[g], g, first, n, partial, true);
     bool finite = true;
     int64_t stride = 0;
@@ -304,7 +314,7 @@ struct Decode {
       for (int64_t i = 0; i < rows * ld; ++i) h.q[i] = static_cast<T>(static_cast<double>(h.q[i]) * factor);
     }
     for (int64_t i = 0; i < rows * ldv; ++i) h.acc[i] = T(0);
-    for (int64_t r = 0; r < rows; ++r) h.m[r] = Low<T>::start, h.l[r] = T(0);
+    for (int64_t r = 0; r < rows; ++r) h.m[r] = Low<T>::start, h.l[r] = h.u[r] = T(0);
     return it;
   }
 
@@ -324,16 +334,19 @@ struct Decode {
     }
   }
 
-  // Writes a head's partial results: rows of [Dv] sums, then m, then l. True when all sums are finite. In the second
+  // Writes a head's partial results: rows of [Dv] sums, then m, l and what the entropy needs. True when all sums are finite. In the second
   // pass (`more`), writes only the rows whose sums were not finite and now are.
   bool store_sums(const Head& h, T* out, bool more) {
     bool finite = true;
-    for (int64_t r = 0; r < rows; ++r, out += c.Dv + 2) {
+    for (int64_t r = 0; r < rows; ++r, out += c.partial_width()) {
       const bool here = all_finite(h.acc + r * ldv, ldv) || h.l[r] * 0 != 0;
       finite &= here;
       if (more && (!here || all_finite(out, c.Dv))) continue;
       for (int64_t d = 0; d < c.Dv; ++d) out[d] = h.acc[r * ldv + d];
       out[c.Dv] = h.m[r], out[c.Dv + 1] = h.l[r];
+      if (c.wants_more()) out[c.Dv + 2] = h.u[r];
+      // the maxima of the second pass are not exact
+      if (c.wants_more() && !more) out[c.Dv + 3] = h.m[r];
     }
     return finite;
   }
@@ -341,7 +354,7 @@ struct Decode {
   void start_again(const Head& h) {
     for (int64_t r = 0; r < rows; ++r) {
       if (h.l[r] > 1) h.m[r] += static_cast<T>(__builtin_ceil(__builtin_log2(static_cast<double>(h.l[r]))));
-      h.l[r] = T(0);
+      h.l[r] = h.u[r] = T(0);
     }
     for (int64_t i = 0; i < rows * ldv; ++i) h.acc[i] = T(0);
   }
@@ -358,7 +371,7 @@ struct Decode {
     f.visit(it, begin, end, f.heads, f.n_heads);
     for (int64_t i = 0; i < f.n_heads; ++i) {
       const int64_t at = (b * c.Hk + first_head + i) * c.n_chunks + chunk;
-      T* out = static_cast<T*>(c.partial) + at * f.rows * (c.Dv + 2);
+      T* out = static_cast<T*>(c.partial) + at * f.rows * c.partial_width();
       if (!f.store_sums(f.heads[i], out, false)) {
         f.start_again(f.heads[i]);
         f.visit(it, begin, end, f.heads + i, 1);
@@ -370,7 +383,7 @@ struct Decode {
 
   // merges the chunks of one (batch, key head) in ascending order, then the sink
   static void combine(const Call& c, int64_t task) {
-    const int64_t rows = c.G * c.Tq, hk = task % c.Hk, b = task / c.Hk, width = c.Dv + 2;
+    const int64_t rows = c.G * c.Tq, hk = task % c.Hk, b = task / c.Hk, width = c.partial_width();
     const T* part = static_cast<const T*>(c.partial) + task * c.n_chunks * rows * width;
     T row[1024], other[1024];
     for (int64_t r = 0; r < rows; ++r) {
@@ -386,15 +399,17 @@ struct Decode {
         for (int64_t d = 0; d < c.Dv; ++d) row[d] += p[d] * w;
       }
       double lse = -__builtin_inf(), scale = 0;
+      const int64_t at = (b * c.Tq + t) * c.Hq + h;
       if (sum != T(0)) {
         lse = from_log2<T>(c, static_cast<double>(top) + __builtin_log2(static_cast<double>(sum)));
         scale = 1 / static_cast<double>(sum);
       }
+      const double mine = lse;
       if (c.sinks) {
-        const double total = log_add(lse, c.sinks[h]);
-        if (sum != T(0)) scale *= __builtin_exp(lse - total);
-        lse = total;
+        lse = log_add(mine, c.sinks[h]);
+        if (sum != T(0)) scale *= __builtin_exp(mine - lse);
       }
+      if (c.wants_more()) combine_more(c, part + r * width, rows * width, at, top, sum, mine, lse);
       for (int64_t d = 0; d < c.Dv; ++d) row[d] *= static_cast<T>(scale);
       if (!all_finite(row, c.Dv)) {
         // the merged sums of all chunks may have overflowed
@@ -406,9 +421,28 @@ struct Decode {
         }
         if (all_finite(other, c.Dv)) __builtin_memcpy(row, other, static_cast<size_t>(c.Dv) * sizeof(T));
       }
-      static_cast<T*>(c.lse)[(b * c.Tq + t) * c.Hq + h] = static_cast<T>(lse);
+      static_cast<T*>(c.lse)[at] = static_cast<T>(lse);
       write_row(c.o, b * c.o.stride[0] + t * c.o.stride[1] + h * c.o.stride[2], c.Dv, row);
     }
+  }
+  // the maximum and the entropy of row `at`; `sum` is that of its weights relative to 2^top, `mine` the lse of its keys
+  [[gnu::noinline]] static void combine_more(const Call& c, const T* part, int64_t step, int64_t at, T top, T sum,
+                                             double mine, double total) {
+    double best = -__builtin_inf(), u = 0;
+    for (int64_t n = 0; n < c.n_chunks; ++n, part += step) {
+      const double l = static_cast<double>(part[c.Dv + 1]),
+                   rise = static_cast<double>(part[c.Dv]) - static_cast<double>(top);
+      if (l == 0) continue;
+      best = part[c.Dv + 3] > best ? static_cast<double>(part[c.Dv + 3]) : best;
+      u += (static_cast<double>(part[c.Dv + 2]) + l * rise) * __builtin_exp2(rise);
+    }
+    const double whole = static_cast<double>(sum);
+    // NaN where lse is
+    if (c.max) static_cast<T*>(c.max)[at] = static_cast<T>(from_log2<T>(c, best) + whole * 0);
+    if (!c.entropy) return;
+    double entropy = entropy_share(mine, LN2<double> * (__builtin_log2(whole) - u / whole), total);
+    if (c.sinks) entropy += entropy_share(c.sinks[at % c.Hq], 0, total);
+    static_cast<T*>(c.entropy)[at] = static_cast<T>(entropy);
   }
   static T vmax_scalar(T a, T b) { return a > b ? a : b; }
 };

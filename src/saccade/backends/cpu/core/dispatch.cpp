@@ -64,6 +64,9 @@ int worth(const Call& c, int threads, double head) {
   return static_cast<double>(c.B * c.Hq) * products < 1.5e5 ? 1 : threads;
 }
 
+// the most bytes of the sums of key gradients, unless one head needs more
+constexpr int64_t MOST_SUMS = int64_t{1} << 28;
+
 int64_t number_size(const Call& c) { return c.q.dtype == DType::f64 ? 8 : 4; }
 
 // memory for lse, which kernels always write, if the caller does not need it
@@ -99,20 +102,28 @@ void run_forward(Call& c, const std::vector<const Part*>& parts, int threads) {
   }
 }
 
-void run_decode(Call& c, const Part& part, int threads) {
+// partial results of ranges of keys, then their sums; false where some rows of ordered decode need the forward
+static bool decode_ranges(Call& c, const Part& part, int threads) {
   const Kernels& k = *current();
-  const std::optional<Workspace> own_lse = lse_nobody_wants(c);
   c.part = &part;
   c.threads = threads = worth(c, threads, FORWARD_HEAD);
   c.n_chunks = std::max<int64_t>(1, (c.Tk + c.split_keys - 1) / c.split_keys);
-  const Workspace partial(c.B * c.Hk * c.n_chunks * c.G * c.Tq * (c.Dv + 2) * number_size(c));
+  const Workspace partial(c.B * c.Hk * c.n_chunks * c.G * c.Tq * c.partial_width() * number_size(c));
+  std::vector<uint8_t> lost(c.range ? static_cast<size_t>(c.B * c.Hk) : 0);
+  c.lost = lost.data();
   c.partial = partial.get();
   const int64_t bytes = k.decode_scratch(c);
   parallel(k.decode_tasks(c), threads, [&](int64_t task) { k.decode(c, task, scratch(bytes)); });
   if (c.n_chunks > 1) parallel(c.B * c.Hk, threads, [&](int64_t task) { k.combine(c, task); });
+  return std::find(lost.begin(), lost.end(), 1) == lost.end();
 }
 
-// whether some row's scores are so large that its lse has lost the logarithm of the sum, e.g. if every bias is -1e9
+void run_decode(Call& c, const Part& part, int threads) {
+  const std::optional<Workspace> own_lse = lse_nobody_wants(c);
+  if (!decode_ranges(c, part, threads)) run_forward(c, {&part}, threads);
+}
+
+// whether the lse of some row has lost the logarithm of its sum
 static bool absorbs(const Call& c, int64_t rows) {
   const double far = number_size(c) == 4 ? 0x1p20 : 0x1p48;
   for (int64_t row = 0; row < rows; ++row)
@@ -123,7 +134,10 @@ static bool absorbs(const Call& c, int64_t rows) {
 void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
   const Kernels& k = *current();
   c.threads = threads = worth(c, threads, BACKWARD_HEAD);
-  const Workspace sums(c.B * c.Hk * c.splits * k.backward_sums(c) * number_size(c));
+  // a plan limits the memory of the sums by the number of owners; where that is fixed, fewer heads are computed at once
+  const int64_t heads = c.B * c.Hk, each = c.splits * k.backward_sums(c) * number_size(c);
+  const int64_t at_once = c.range ? std::min(heads, 1 + MOST_SUMS / std::max<int64_t>(1, each)) : heads;
+  const Workspace sums(at_once * each);
   c.partial = sums.get();
   const int64_t bytes = k.backward_scratch(c), rows = c.B * c.Tq * c.Hq;
   std::optional<Workspace> own_rows, refined;
@@ -133,7 +147,7 @@ void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
     c.lse_lost = c.sums + 2 * rows;
   };
   // the gradients of slopes and gates add up the rounding of delta over many pairs
-  if (!c.delta && (c.few() || c.dslopes || c.dgates)) refine_rows();
+  if (!c.delta && (c.few() || c.dslopes || c.dgates || c.range)) refine_rows();
   const auto each_row = [&](auto f) {
     constexpr int64_t block = 256;
     parallel((rows + block - 1) / block, threads, [&](int64_t task) {
@@ -141,7 +155,8 @@ void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
     });
   };
   const auto gradients = [&] {
-    parallel(c.B * c.Hk * c.splits, threads, [&](int64_t task) { k.backward(c, task, scratch(bytes)); });
+    const int64_t n = std::min(at_once, heads - c.first), first = c.first * c.splits;
+    parallel(n * c.splits, threads, [&](int64_t task) { k.backward(c, first + task, scratch(bytes)); });
   };
   each_row([&](int64_t row) { k.row(c, row); });
   if (!c.sums && !c.delta && absorbs(c, rows)) {
@@ -154,10 +169,13 @@ void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
     each_row([&](int64_t row) { k.refine(c, row); });
     c.only_sums = 0, c.sums = nullptr;
   }
-  for (size_t n = 0; n < parts.size(); ++n) {
-    c.part = parts[n];
-    c.accumulate = n > 0;
-    gradients();
+  for (; c.first < heads; c.first += at_once) {
+    for (size_t n = 0; n < parts.size(); ++n) c.part = parts[n], c.accumulate = n > 0, gradients();
+    const int64_t n = std::min(at_once, heads - c.first);
+    parallel(n, threads, [&](int64_t task) { k.backward_finish(c, c.first + task); });
+  }
+  for (const Part* part : parts) {
+    c.part = part;
     if (c.dbias.data) {
       const int64_t tasks = (c.bias_b ? c.B : 1) * (c.bias_h ? c.Hq : 1) * (c.bias_t ? c.part->n_tiles : 1);
       parallel(tasks, threads, [&](int64_t task) { k.backward_bias(c, task, scratch(bytes)); });
@@ -167,7 +185,25 @@ void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
       parallel(tasks, threads, [&](int64_t task) { k.backward_distances(c, task, scratch(bytes)); });
     }
   }
-  parallel(c.B * c.Hk, threads, [&](int64_t task) { k.backward_finish(c, task); });
+}
+
+void run_tangent(Call& c, Call& d, const std::vector<const Part*>& parts, int threads) {
+  const Kernels& k = *current();
+  c.tangent = &d;
+  c.threads = threads = worth(c, threads, FORWARD_HEAD);
+  // what a part passes on to the next: sums of each row, and its values by their weights
+  const int64_t rows = parts.size() > 1 ? c.B * c.Tq * c.Hq : 0;
+  const Workspace sums(rows * 24), values(rows * c.Dv * number_size(c));
+  c.rows = static_cast<double*>(sums.get());
+  const DType dtype = c.q.dtype == DType::f64 ? DType::f64 : DType::f32;
+  d.do_ = {static_cast<char*>(values.get()), {c.Tq * c.Hq * c.Dv, c.Hq * c.Dv, c.Dv, 1}, dtype};
+  for (size_t n = 0; n < parts.size(); ++n) {
+    c.part = parts[n];
+    c.merge = n > 0;
+    c.last = n + 1 == parts.size();
+    const int64_t bytes = k.tangent_scratch(c);
+    parallel(k.tangent_tasks(c), threads, [&](int64_t task) { k.tangent(c, task, scratch(bytes)); });
+  }
 }
 
 void run_append(const Append& c, int threads) {

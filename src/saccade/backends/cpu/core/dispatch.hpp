@@ -14,6 +14,8 @@ void set_isa(const std::string& name);  // throws std::invalid_argument with the
 void run_forward(Call& c, const std::vector<const Part*>& parts, int threads);
 void run_decode(Call& c, const Part& part, int threads);
 void run_backward(Call& c, const std::vector<const Part*>& parts, int threads);
+// d: see Call::tangent
+void run_tangent(Call& c, Call& d, const std::vector<const Part*>& parts, int threads);
 void run_append(const Append& c, int threads);
 
 double probe_flops(int dtype, int threads);                   // flop/s of the inner product

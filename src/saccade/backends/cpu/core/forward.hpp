@@ -5,6 +5,20 @@
 
 namespace saccade::SACCADE_ISA {
 
+// the sum of two partial results x and y with factors: one expression, since compilers contract it to fused operations
+template <class T>
+SACCADE_INLINE vec<T> folded(vec<T> x, vec<T> of_x, vec<T> y, vec<T> of_y) {
+  const vec<T> second = y * of_y;
+  return x * of_x + second;
+}
+
+// lse of a row in natural units, from the maximum of its scores in log2 units and the sum of its weights
+template <class T>
+SACCADE_INLINE double lse_of(const Call& c, T m, T l) {
+  if (l == T(0)) return -__builtin_inf();
+  return from_log2<T>(c, static_cast<double>(m) + __builtin_log2(static_cast<double>(l)));
+}
+
 template <class K>
 struct Forward {
   using T = typename K::sum;
@@ -15,12 +29,19 @@ struct Forward {
     Num* qt;  // [depth(D)][width of the item]
     T* ot;    // [Dv rounded up][width of the item]
     T m[TILE_Q], l[TILE_Q];
+    T u[TILE_Q];      // sum of P (S - m), in log2 units, for the entropy
+    T least[TILE_Q];  // where maxima start
+    // of all ranges of keys before the current one, where results are merged from fixed ranges
+    T* whole;  // like ot
+    T whole_m[TILE_Q], whole_l[TILE_Q];
+    int64_t range;
   };
 
   const Call& c;
   int64_t ld, ldv;  // row lengths rounded up to vectors
   T mul;            // scores = mul * products; in log2 units when plain
   Num *kt, *vt, *p;
+  Num* v_loaded;  // the value tile before its numbers that are not finite were replaced by 0
   T *s, *rows, *transposed;
   State* items;
   TileMask<T>* masks;
@@ -33,6 +54,7 @@ struct Forward {
     using S = Store<K>;
     kt = bump.take<Num>(TILE_K * S::depth(c.D));
     vt = bump.take<Num>((TILE_K / S::per + 1) * ldv);
+    v_loaded = bump.take<Num>((TILE_K / S::per + 1) * ldv);
     s = bump.take<T>((TILE_K + 2) * TILE_Q);
     p = S::per == 1 ? reinterpret_cast<Num*>(s) : bump.take<Num>((TILE_K / S::per + 1) * TILE_Q);
     rows = bump.take<T>(TILE_Q * max64(ld, ldv));
@@ -42,8 +64,10 @@ struct Forward {
     const int64_t widest = widest_item<T>(c);
     Num* qt = bump.take<Num>(n_items * S::depth(ld) * widest);
     T* ot = bump.take<T>(n_items * ldv * widest);
+    T* whole = bump.take<T>(c.range ? n_items * ldv * widest : 0);
     if (!bump.base) return;
     for (int64_t i = 0; i < n_items; ++i) {
+      items[i].whole = whole + i * ldv * widest;
       items[i].qt = qt + i * S::depth(ld) * widest;
       items[i].ot = ot + i * ldv * widest;
     }
@@ -56,25 +80,49 @@ struct Forward {
     mul = in_products ? T(1) : static_cast<T>(pre);
     load_queries(c.q, x, x.width, c.D, rows, ld);
     Store<K>::turn(rows, ld, x.width, c.D, pre, transposed, it.qt);
-    for (int64_t d = 0; d < ldv; ++d)
-      for (int64_t w = 0; w < x.width; w += N) store(it.ot + d * x.width + w, vec<T>{});
-    for (int w = 0; w < TILE_Q; ++w) it.m[w] = Low<T>::start, it.l[w] = T(0);
+    for (int w = 0; w < TILE_Q; ++w) it.least[w] = Low<T>::start;
+    start_sums(it);
+  }
+
+  void start_sums(State& it) {
+    for (int64_t i = 0; i < ldv * it.s.width; i += N) store(it.ot + i, vec<T>{});
+    for (int w = 0; w < TILE_Q; ++w) it.m[w] = it.least[w], it.l[w] = it.u[w] = T(0);
+    if (!c.range) return;
+    it.range = 0;
+    for (int64_t i = 0; i < ldv * it.s.width; i += N) store(it.whole + i, vec<T>{});
+    for (int w = 0; w < TILE_Q; ++w) it.whole_m[w] = it.least[w], it.whole_l[w] = T(0);
+  }
+
+  // Merges the sums of a range with those of all ranges before it, and starts the next one. Merging an empty range, or
+  // with no range before it, changes no bit, so a row may share its tile with rows that see other ranges.
+  void fold(State& it) {
+    for (int64_t w = 0; w < it.s.width; w += N) {
+      const vec<T> before = load(it.whole_m + w), m = load(it.m + w), top = vmax<T>(before, m);
+      const vec<T> of_whole = exp2v(before - top), of_range = exp2v(m - top);
+      store(it.whole_m + w, top);
+      store(it.whole_l + w, folded<T>(load(it.whole_l + w), of_whole, load(it.l + w), of_range));
+      store(it.l + w, vec<T>{});
+      store(it.m + w, load(it.least + w));
+      for (int64_t d = 0; d < c.Dv; ++d) {
+        T *whole = it.whole + d * it.s.width + w, *o = it.ot + d * it.s.width + w;
+        store(whole, folded<T>(load(whole), of_whole, load(o), of_range));
+        store(o, vec<T>{});
+      }
+    }
   }
 
   void step(State& it, int64_t first, int64_t n, bool partial, int64_t at) {
     // pairs of bf16 must start at an even key: an odd start includes the key before it, with weight zero
     const int64_t odd = Store<K>::per == 2 ? at & 1 : 0, width = it.s.width;
+    if (c.range && first / c.range != it.range) fold(it), it.range = first / c.range;
     if (c.selection.lists) prefetch(it.ot, ldv * width);
     mm<K>(n, width, Store<K>::depth(c.D), it.qt, width, k_rows + at * k_step, k_step, 1, s + odd * width, width, false,
           c.chain());
     T* scores = s + odd * width;
     it.s.scores(scores, first, n, partial, nullptr);
-    softmax(it, scores, n);
+    c.entropy ? softmax<true>(it, scores, n) : softmax<false>(it, scores, n);
     it.s.dropout(scores, nullptr, first, n);
-    if (!values_finite && (partial || it.s.masked_by_bias() || Store<K>::per == 2)) {
-      add_values_one_by_one(it, scores, first, n, partial, at);
-      return;
-    }
+    if (!values_finite) add_infinite_values(it, scores, first, n, partial, at);
     if constexpr (Store<K>::per == 2) {
       if (odd)
         for (int w = 0; w < width; w += N) store(s + w, vec<T>{});
@@ -84,11 +132,11 @@ struct Forward {
           1, ldv, it.ot, width, true);
   }
 
-  template <int NV>
+  template <int NV, bool ENTROPY>
   void softmax_columns(State& it, T* scores, int64_t n, int64_t w, ivec<T>& moved) {
-    vec<T> mx[NV], sum[NV], fix[NV];
+    vec<T> mx[NV], sum[NV], fix[NV], logs[NV], rise[NV];
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) mx[v] = splat(Low<T>::masked), sum[v] = vec<T>{};
+    for (int v = 0; v < NV; ++v) mx[v] = splat(Low<T>::masked), sum[v] = logs[v] = vec<T>{};
     for (int64_t r = 0; r < n; ++r)
 #pragma GCC unroll 4
       for (int v = 0; v < NV; ++v) mx[v] = vmax<T>(mx[v], load(scores + r * it.s.width + w + v * N));
@@ -97,19 +145,23 @@ struct Forward {
       const vec<T> old = load(it.m + w + v * N);
       mx[v] = vmax<T>(mx[v] * mul, old);
       fix[v] = exp2v(old - mx[v]);
+      if constexpr (ENTROPY) rise[v] = finite_log<T>(old - mx[v]);
       store(it.m + w + v * N, mx[v]);
     }
     for (int64_t r = 0; r < n; ++r)
 #pragma GCC unroll 4
       for (int v = 0; v < NV; ++v) {
         T* x = scores + r * it.s.width + w + v * N;
-        const vec<T> e = exp2v(load(x) * mul - mx[v]);
+        const vec<T> log = load(x) * mul - mx[v], e = exp2v(log);
         sum[v] += e;
+        if constexpr (ENTROPY) logs[v] += e * finite_log<T>(log);
         store(x, e);
       }
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) {
       T* l = it.l + w + v * N;
+      T* u = it.u + w + v * N;
+      if constexpr (ENTROPY) store(u, (load(u) + load(l) * rise[v]) * fix[v] + logs[v]);
       store(l, load(l) * fix[v] + sum[v]);
       store(transposed + w + v * N, fix[v]);
       moved |= fix[v] != T(1);
@@ -117,11 +169,12 @@ struct Forward {
   }
 
   // replaces scores by weights, and rescales the accumulator where the maximum rose
+  template <bool ENTROPY>
   void softmax(State& it, T* scores, int64_t n) {
     ivec<T> moved = {};
     int64_t w = 0;
-    for (; w + 2 * N <= it.s.width; w += 2 * N) softmax_columns<2>(it, scores, n, w, moved);
-    for (; w < it.s.width; w += N) softmax_columns<1>(it, scores, n, w, moved);
+    for (; w + 2 * N <= it.s.width; w += 2 * N) softmax_columns<2, ENTROPY>(it, scores, n, w, moved);
+    for (; w < it.s.width; w += N) softmax_columns<1, ENTROPY>(it, scores, n, w, moved);
     if (!any(moved)) return;
     for (int64_t d = 0; d < c.Dv; ++d)
       for (w = 0; w < it.s.width; w += N) {
@@ -130,19 +183,28 @@ struct Forward {
       }
   }
 
-  // for a tile that contains a NaN or an infinity: only rows that may see a key add its value
-  void add_values_one_by_one(State& it, const T* weights, int64_t first, int64_t n, bool partial, int64_t at) {
+  // adds the NaN and infinities of a tile, which the product leaves out, to the rows that may see their keys
+  void add_infinite_values(State& it, const T* weights, int64_t first, int64_t n, bool partial, int64_t at) {
     if (partial) it.s.prepare();
     for (int64_t r = 0; r < n; ++r)
-      for (int64_t w = 0; w < it.s.width; w += N) {
-        const ivec<T> ok = it.s.allowed(static_cast<int>(w), it.s.key(first + r), partial);
-        const vec<T> weight = load(weights + r * it.s.width + w);
-        for (int64_t d = 0; d < c.Dv; ++d) {
+      for (int64_t d = 0; d < c.Dv; ++d) {
+        const T value = Store<K>::across(v_loaded, ldv, at + r, d);
+        if (value * 0 == 0) continue;
+        for (int64_t w = 0; w < it.s.width; w += N) {
           T* o = it.ot + d * it.s.width + w;
-          const vec<T> add = weight * Store<K>::across(vt, ldv, at + r, d);
+          const ivec<T> ok = it.s.allowed(static_cast<int>(w), it.s.key(first + r), partial);
+          const vec<T> add = load(weights + r * it.s.width + w) * value;
           store(o, load(o) + (ok ? add : vec<T>{}));
         }
       }
+  }
+
+  bool load_values(const Span& span) {
+    if (Store<K>::load_across(span, vt, ldv)) return true;
+    const int64_t numbers = (span.n + Store<K>::per - 1) / Store<K>::per * ldv;
+    __builtin_memcpy(v_loaded, vt, static_cast<size_t>(numbers) * sizeof(Num));
+    Store<K>::drop_infinite(vt, numbers);
+    return false;
   }
 
   // keys of a list that only one tile of queries reads stay where they are
@@ -155,25 +217,35 @@ struct Forward {
 
   void visit(const TaskIndex& x, State* some, int64_t n) {
     walk(
-        keys.total, some, n,
+        keys.total, c.range > 0, some, n,
         [&](int64_t first, int64_t count) {
           load_keys({c, c.k, x.b, x.hk, keys, first, count, c.D}, n == 1);
-          values_finite = Store<K>::load_across({c, c.v, x.b, x.hk, keys, first, count, c.Dv}, vt, ldv);
+          values_finite = load_values({c, c.v, x.b, x.hk, keys, first, count, c.Dv});
         },
         [&](State& it, int64_t first, int64_t count, int kind, int64_t at) {
           step(it, first, count, kind == PARTIAL, at);
         });
+    for (int64_t i = 0; c.range && i < n; ++i) take_whole(some[i]);
   }
+
+  // all ranges become the sums of the tile
+  void take_whole(State& it) {
+    fold(it);
+    T* sums = it.ot;
+    it.ot = it.whole, it.whole = sums;
+    for (int w = 0; w < TILE_Q; ++w) it.m[w] = it.whole_m[w], it.l[w] = it.whole_l[w];
+  }
+
+  static T quotient(double share, T l) { return l == 0 ? T(0) : static_cast<T>(share / static_cast<double>(l)); }
 
   // multiplies the sums by share / l; out has rows [width][ldv]
   void quotients(State& it, const double* share, T* out) {
     const Scorer<T>& x = it.s;
     T own[TILE_Q];
-    for (int64_t r = 0; r < x.width; ++r)
-      own[r] = r >= x.rows || it.l[r] == 0 ? T(0) : static_cast<T>(share[r] / static_cast<double>(it.l[r]));
+    for (int64_t r = 0; r < x.width; ++r) own[r] = r >= x.rows ? T(0) : quotient(share[r], it.l[r]);
     for (int64_t d = 0; d < c.Dv; ++d)
       for (int64_t w = 0; w < x.width; w += N)
-        store(it.ot + d * x.width + w, load(it.ot + d * x.width + w) * load(own + w));
+        store(it.ot + d * x.width + w, (load(it.ot + d * x.width + w) + T(0)) * load(own + w));  // no -0
     transpose(ldv, x.width, it.ot, x.width, out, ldv);
   }
 
@@ -185,10 +257,10 @@ struct Forward {
     for (int64_t r = 0; r < it.s.rows; ++r) wanted |= static_cast<uint64_t>(lost(r)) << r;
     if (!wanted) return;
     for (int64_t r = 0; r < it.s.rows; ++r) {
-      if (it.l[r] > 1) it.m[r] += static_cast<T>(__builtin_ceil(__builtin_log2(static_cast<double>(it.l[r]))));
-      it.l[r] = T(0);
+      it.least[r] = it.m[r];
+      if (it.l[r] > 1) it.least[r] += static_cast<T>(__builtin_ceil(__builtin_log2(static_cast<double>(it.l[r]))));
     }
-    for (int64_t i = 0; i < ldv * it.s.width; ++i) it.ot[i] = T(0);
+    start_sums(it);
     it.seg = it.first_seg;
     visit(x, &it, 1);
     quotients(it, share, transposed);
@@ -197,22 +269,37 @@ struct Forward {
         __builtin_memcpy(rows + r * ldv, transposed + r * ldv, static_cast<size_t>(ldv) * sizeof(T));
   }
 
+  // the entropy of row r, whose keys of this part have the lse `mine`; c.lse still has that of earlier parts
+  void add_entropy(int64_t at, int64_t r, const State& it, double mine, double total) {
+    const double l = static_cast<double>(it.l[r]), u = static_cast<double>(it.u[r]);
+    T& out = static_cast<T*>(c.entropy)[at];
+    double sum = entropy_share(mine, LN2<double> * (__builtin_log2(l) - u / l), total);
+    if (c.merge) sum += entropy_share(static_cast<double>(static_cast<T*>(c.lse)[at]), static_cast<double>(out), total);
+    if (c.last && c.sinks) sum += entropy_share(c.sinks[it.s.head(r)], 0, total);
+    out = static_cast<T>(sum);
+  }
+
   void finish(State& it, const TaskIndex& task) {
     const Scorer<T>& x = it.s;
-    T* lse = static_cast<T*>(c.lse);
+    T *lse = static_cast<T*>(c.lse), *max = static_cast<T*>(c.max);
     double share[TILE_Q];
     T before[TILE_Q];
-    constexpr double minus_inf = -__builtin_inf();
     for (int64_t r = 0; r < x.rows; ++r) {
-      T& out = lse[(x.b * c.Tq + x.row(r)) * c.Hq + x.head(r)];
-      const double l = static_cast<double>(it.l[r]);
-      const double mine = l == 0 ? minus_inf : from_log2<T>(c, static_cast<double>(it.m[r]) + __builtin_log2(l));
+      const int64_t at = (x.b * c.Tq + x.row(r)) * c.Hq + x.head(r);
+      T& out = lse[at];
+      const double l = static_cast<double>(it.l[r]), mine = lse_of<T>(c, it.m[r], it.l[r]);
       double total = mine;
       if (c.merge) total = log_add(total, static_cast<double>(out));
       if (c.last && c.sinks) total = log_add(total, c.sinks[x.head(r)]);
       share[r] = total == mine ? 1 : __builtin_exp(mine - total);
       before[r] =
           !c.merge || out == Low<T>::masked ? T(0) : static_cast<T>(__builtin_exp(static_cast<double>(out) - total));
+      if (c.max) {
+        // NaN where lse is
+        const double top = l == 0 ? -__builtin_inf() : from_log2<T>(c, static_cast<double>(it.m[r])) + l * 0;
+        if (!c.merge || !(max[at] >= top)) max[at] = static_cast<T>(top);
+      }
+      if (c.entropy) add_entropy(at, r, it, mine, total);
       out = static_cast<T>(total);
     }
     quotients(it, share, rows);

@@ -13,20 +13,21 @@ struct Grouping {
     heads = min64(c.G, wanted);
     chunks = (c.G + heads - 1) / heads;
     tiles = max64(1, wanted / heads);
-    const int64_t all = c.B * c.Hk * chunks * c.part->classes;
+    const int64_t all = entries(c) * c.Hk * chunks * c.part->classes;
     while (tiles > 1 && all * c.part->n_tiles / tiles < 4 * c.threads) tiles /= 2;
     blocks = (c.part->n_tiles + tiles - 1) / tiles;
   }
-  int64_t tasks(const Call& c) const { return c.B * c.Hk * c.part->classes * chunks * blocks; }
+  static int64_t entries(const Call& c) { return c.part->entry ? 1 : c.B; }
+  int64_t tasks(const Call& c) const { return entries(c) * c.Hk * c.part->classes * chunks * blocks; }
   // later query blocks come first: under a causal mask they take longest
   TaskIndex at(const Call& c, int64_t task) const {
     TaskIndex x;
-    const int64_t outer = c.B * c.Hk * chunks * c.part->classes;
+    const int64_t outer = entries(c) * c.Hk * chunks * c.part->classes;
     x.block = blocks - 1 - task / outer;
     task %= outer;
     x.cls = task % c.part->classes, task /= c.part->classes;
     x.chunk = task % chunks, task /= chunks;
-    x.hk = task % c.Hk, x.b = task / c.Hk;
+    x.hk = task % c.Hk, x.b = c.part->entry ? c.part->entry[x.cls] : task / c.Hk;
     return x;
   }
 };
@@ -85,9 +86,10 @@ struct Item {
 };
 
 // Visits key tiles in ascending order. Calls `load(first, n)` once per tile that any item needs, and
-// `step(item, first, n, kind, at)` for each piece, where `at` counts from the tile's first key.
+// `step(item, first, n, kind, at)` for each piece, where `at` counts from the tile's first key. With `whole`, an item
+// has one piece per tile, so that no sum depends on where the segments of its neighbouring rows end.
 template <class It, class Load, class Step>
-SACCADE_INLINE void walk(int64_t n_keys, It* items, int64_t n_items, Load load, Step step) {
+SACCADE_INLINE void walk(int64_t n_keys, bool whole, It* items, int64_t n_items, Load load, Step step) {
   for (;;) {
     int64_t k0 = INT64_MAX;
     for (int64_t i = 0; i < n_items; ++i)
@@ -103,11 +105,14 @@ SACCADE_INLINE void walk(int64_t n_keys, It* items, int64_t n_items, Load load, 
       for (int64_t i = 0; i < n_items; ++i) {
         It& it = items[i];
         while (it.seg < it.seg_end && it.seg[0] < k1) {
-          const int64_t begin = max64(it.seg[0], k0), end = min64(it.seg[1], k1);
+          const int64_t begin = max64(it.seg[0], k0);
+          int kind = it.seg[2];
+          for (; whole && it.seg[1] < k1 && it.seg + 3 < it.seg_end && it.seg[3] < k1; it.seg += 3) kind = PARTIAL;
+          const int64_t end = min64(it.seg[1], k1);
           if (begin < end) {
             if (!loaded) load(k0, min64(TILE_K, n_keys - k0));
             loaded = true;
-            step(it, begin, end - begin, it.seg[2], begin - k0);
+            step(it, begin, end - begin, kind, begin - k0);
           }
           if (it.seg[1] > k1) {
             any = true;

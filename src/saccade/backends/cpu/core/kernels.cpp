@@ -5,6 +5,8 @@
 #include "bias.hpp"
 #include "decode.hpp"
 #include "forward.hpp"
+#include "ordered.hpp"
+#include "tangent.hpp"
 
 namespace saccade {
 namespace SACCADE_ISA {
@@ -37,22 +39,27 @@ int64_t forward_scratch(const Call& c) {
 void forward(const Call& c, int64_t task, char* scratch) {
   by_kind(c, [&](auto* k) { Forward<std::remove_pointer_t<decltype(k)>>::task(c, task, scratch); });
 }
-// whether pairs of keys can be read in place, by whole vectors
+// calls f with a pointer to the type of the kernel
 template <class F>
 auto by_decode(const Call& c, F f) {
-  return by_kind(c, f, c.D % 32 == 0 && c.Dv % 16 == 0);
+  if (c.range)
+    return by_kind(c, [&](auto* k) { return f(static_cast<Ordered<std::remove_pointer_t<decltype(k)>>*>(nullptr)); });
+  // whether pairs of keys can be read in place, by whole vectors
+  const bool may_pair = c.D % 32 == 0 && c.Dv % 16 == 0;
+  return by_kind(
+      c, [&](auto* k) { return f(static_cast<Decode<std::remove_pointer_t<decltype(k)>>*>(nullptr)); }, may_pair);
 }
 int64_t decode_tasks(const Call& c) {
-  return by_decode(c, [&](auto* k) { return Decode<std::remove_pointer_t<decltype(k)>>::tasks(c); });
+  return by_decode(c, [&](auto* k) { return std::remove_pointer_t<decltype(k)>::tasks(c); });
 }
 int64_t decode_scratch(const Call& c) {
-  return by_decode(c, [&](auto* k) { return Decode<std::remove_pointer_t<decltype(k)>>::scratch_bytes(c); });
+  return by_decode(c, [&](auto* k) { return std::remove_pointer_t<decltype(k)>::scratch_bytes(c); });
 }
 void decode(const Call& c, int64_t task, char* scratch) {
-  by_decode(c, [&](auto* k) { Decode<std::remove_pointer_t<decltype(k)>>::task(c, task, scratch); });
+  by_decode(c, [&](auto* k) { std::remove_pointer_t<decltype(k)>::task(c, task, scratch); });
 }
 void combine(const Call& c, int64_t task) {
-  by_decode(c, [&](auto* k) { Decode<std::remove_pointer_t<decltype(k)>>::combine(c, task); });
+  by_decode(c, [&](auto* k) { std::remove_pointer_t<decltype(k)>::combine(c, task); });
 }
 int64_t backward_scratch(const Call& c) {
   return by_kind(c, [&](auto* k) { return Backward<std::remove_pointer_t<decltype(k)>>::scratch_bytes(c); });
@@ -71,6 +78,15 @@ void backward_distances(const Call& c, int64_t task, char* scratch) {
 }
 void backward_bias(const Call& c, int64_t task, char* scratch) {
   by_kind(c, [&](auto* k) { BiasGradient<std::remove_pointer_t<decltype(k)>>::task(c, task, scratch); });
+}
+int64_t tangent_tasks(const Call& c) {
+  return by_kind(c, [&](auto* k) { return Tangent<std::remove_pointer_t<decltype(k)>>::tasks(c); });
+}
+int64_t tangent_scratch(const Call& c) {
+  return by_kind(c, [&](auto* k) { return Tangent<std::remove_pointer_t<decltype(k)>>::scratch_bytes(c); });
+}
+void tangent(const Call& c, int64_t task, char* scratch) {
+  by_kind(c, [&](auto* k) { Tangent<std::remove_pointer_t<decltype(k)>>::task(c, task, scratch); });
 }
 int64_t append_scratch(const Append& c) {
   return c.in.dtype == DType::f64 ? Appender<double>::scratch_bytes(c) : Appender<float>::scratch_bytes(c);
@@ -139,6 +155,9 @@ const Kernels* SACCADE_JOIN(kernels_, SACCADE_ISA)() {
                                     backward_finish,
                                     backward_bias,
                                     backward_distances,
+                                    tangent_tasks,
+                                    tangent_scratch,
+                                    tangent,
                                     append_scratch,
                                     append,
                                     row,

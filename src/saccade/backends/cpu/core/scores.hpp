@@ -46,6 +46,16 @@ SACCADE_INLINE double log_add(double a, double b) {
   return top + __builtin_log1p(__builtin_exp(-__builtin_fabs(a - b)));
 }
 
+// what keys of this lse and entropy add to the entropy of a row whose lse is `total`
+SACCADE_INLINE double entropy_share(double lse, double entropy, double total) {
+  return lse == -__builtin_inf() ? 0 : __builtin_exp(lse - total) * (entropy + (total - lse));
+}
+// log2 differences below this have weight 0; unlike -inf, they may be multiplied by it
+template <class T>
+SACCADE_INLINE vec<T> finite_log(vec<T> x) {
+  return vmax<T>(x, splat(T(-4096)));
+}
+
 // Philox-4x32-10 for counter (t, j / 4, b * Hq + h, 0) over a tile of rows
 struct Philox {
   static void words(const Call& c, const uint32_t* t, uint32_t block, uint32_t stream, uint32_t (*out)[TILE_Q]) {
@@ -147,11 +157,16 @@ struct Scorer : QueryRows {
       s = tanhv<T>(x) * static_cast<T>(c->softcap);
       if (cap_slope) store(cap_slope + r * width + w, tanh_slope<T>(x));
     }
+    s = with_terms(s, w, j);
+    const vec<T> y = s * LOG2E<T> + s * static_cast<T>(LOG2E<double> - static_cast<double>(LOG2E<T>));
+    return any((s > FAR<T>) | (s < -FAR<T>)) ? brought_nearer<T>(s, y) : y;
+  }
+
+  vec<T> with_terms(vec<T> s, int64_t w, int64_t j) const {
     if (masked_by_bias()) s += biases(w, j);
     if (c->slopes) s -= static_cast<T>(slope()) * distance(w, j);
     if (c->gates.data) s += forgotten(w, j);
-    const vec<T> y = s * LOG2E<T> + s * static_cast<T>(LOG2E<double> - static_cast<double>(LOG2E<T>));
-    return any((s > FAR<T>) | (s < -FAR<T>)) ? brought_nearer<T>(s, y) : y;
+    return s;
   }
 
   double slope() const { return c->slopes[b * c->slopes_stride + h]; }

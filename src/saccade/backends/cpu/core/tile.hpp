@@ -175,6 +175,10 @@ struct Store {
       }
   }
   static T across(const T* tile, int64_t ld, int64_t r, int64_t d) { return tile[r * ld + d]; }
+  // replaces numbers that are not finite by 0
+  static void drop_infinite(T* tile, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) tile[i] = tile[i] * 0 == 0 ? tile[i] : T(0);
+  }
 };
 
 #if defined(__AVX512BF16__)
@@ -247,6 +251,12 @@ struct Store<Pairs> {
   }
   static float across(const uint32_t* tile, int64_t ld, int64_t r, int64_t d) {
     return from_bf16(static_cast<uint16_t>(tile[r / 2 * ld + d] >> (r % 2 * 16)));
+  }
+  static void drop_infinite(uint32_t* tile, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) {
+      if ((tile[i] & 0x7f80u) == 0x7f80u) tile[i] &= 0xffff0000u;
+      if ((tile[i] & 0x7f800000u) == 0x7f800000u) tile[i] &= 0xffffu;
+    }
   }
 };
 #endif

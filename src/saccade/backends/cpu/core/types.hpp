@@ -56,6 +56,7 @@ enum Kind { EMPTY = 0, PARTIAL = 1, FULL = 2 };
 struct Part {
   int step, classes, n_tiles, n_masks, mask_batches;
   const int32_t *q_start, *k_start, *nq, *nk;  // [classes]
+  const int32_t* entry = nullptr;              // [classes]: the batch entry of a class; null if all have it
   const int32_t* head;                         // [Hq] -> mask
   const int32_t* ptr;                          // [classes, n_masks, mask_batches, n_tiles] + 1
   const int32_t* seg;                          // [n, 3]: begin, end, kind, in keys of the class
@@ -81,11 +82,14 @@ struct Call {
   const int32_t* block_table = nullptr;  // paged keys: [B, pages]
   int64_t table_stride = 0;
   int64_t page_size = 0;
-  void* lse = nullptr;            // [B, Tq, Hq] contiguous, f32 (f64 for f64)
-  const void* dlse = nullptr;     // [B, Tq, Hq] contiguous, the type of lse
-  const double* delta = nullptr;  // [B, Tq, Hq] contiguous: rowsum(do * o) - dlse, if the caller has it
-  Array bias;                     // broadcast: stride 0 where the dimension is 1
-  Array dbias;                    // f64, or f32 where not broadcast; zeroed by the host, one owner per element
+  void* lse = nullptr;                      // [B, Tq, Hq] contiguous, f32 (f64 for f64)
+  const void* dlse = nullptr;               // [B, Tq, Hq] contiguous, the type of lse, as are the next four
+  void *max = nullptr, *entropy = nullptr;  // results, null where not asked for; backward: entropy is read
+  const void* dentropy = nullptr;
+  const double* delta =
+      nullptr;  // [B, Tq, Hq] contiguous: rowsum(do * o) - dlse + dentropy * entropy, if the caller has it
+  Array bias;   // broadcast: stride 0 where the dimension is 1
+  Array dbias;  // f64, or f32 where not broadcast; zeroed by the host, one owner per element
   int64_t bias_b = 1, bias_h = 1, bias_t = 1;  // which dimensions of dbias have elements of their own
   Array distances;                             // a bias by distance: strides of b, h, the row's position and the key
   Array ddistances;                            // f64, zeroed by the host, one owner per (b, h)
@@ -102,19 +106,29 @@ struct Call {
   int merge = 0;  // merge with o and lse of an earlier part
   int last = 1;   // sinks are added by the last part
   int splits = 1;
+  int64_t first = 0;  // backward: `partial` has the sums of (batch, key head) from this one on
   int threads = 1;
   int64_t split_keys = 0, n_chunks = 0;
-  void* partial = nullptr;     // decode: [B, Hk, n_chunks, rows, Dv + 2]; backward: dk, dv sums per owner
-  int accumulate = 0;          // backward: add into dq, dk, dv sums instead of starting from zero
-  double* rows = nullptr;      // backward: (lse in log2 units, delta) of each row, [B, Tq, Hq, 2]
+  int64_t range = 0;        // keys of one partial result, if no bit of a row may depend on the batch; see ordered.hpp
+  void* partial = nullptr;  // decode: [B, Hk, n_chunks, rows, partial_width()]; backward: dk, dv sums per owner
+  uint8_t* lost = nullptr;  // ordered decode: [B, Hk], whether the forward must compute the rows
+  int accumulate = 0;       // backward: add into dq, dk, dv sums instead of starting from zero
+  // backward: (lse in log2 units, delta) of each row, [B, Tq, Hq, 2]; tangents of several parts: three sums
+  double* rows = nullptr;
   double* sums = nullptr;      // backward: (sum of P, sum of P dP) of each row, where rows are refined
   double* lse_lost = nullptr;  // the part of a refinement lost in adding it to a large lse
   int only_sums = 0;           // backward: only add to the sums, since more parts follow
+  // the tangents of q, k, v, the terms of scores and the sinks, null where zero; its o and lse get the results
+  const Call* tangent = nullptr;
 
   // scores are only products
   bool plain() const { return softcap == 0 && !bias.data && !distances.data && !slopes && !gates.data; }
   // whether the pairs are few enough to spend more time on each
-  bool few() const { return Tq * Tk <= 64 * 64; }
+  bool few() const { return !range && Tq * Tk <= 64 * 64; }
+  bool wants_more() const { return max || entropy; }
+  // numbers of a row's partial result: sums, m, l, and for more results u of forward.hpp and the exact maximum; ordered
+  // decode pads the sums to vectors, of at most 16 numbers
+  int64_t partial_width() const { return Dv + (range ? 17 : wants_more() ? 4 : 2); }
   int64_t chain() const { return few() ? CHAIN / 4 : CHAIN; }  // of sums over a head dimension
 };
 
@@ -144,6 +158,9 @@ struct Kernels {
   void (*backward_finish)(const Call&, int64_t task);
   void (*backward_bias)(const Call&, int64_t task, char* scratch);
   void (*backward_distances)(const Call&, int64_t task, char* scratch);
+  int64_t (*tangent_tasks)(const Call&);
+  int64_t (*tangent_scratch)(const Call&);
+  void (*tangent)(const Call&, int64_t task, char* scratch);
   int64_t (*append_scratch)(const Append&);
   void (*append)(const Append&, int64_t token, char* scratch);
   void (*row)(const Call&, int64_t at);  // at: index in [B, Tq, Hq]

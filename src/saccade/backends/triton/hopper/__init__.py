@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ....mask.forms import ROWS_IN, ROWS_OUT, STRIDE, Lowered
-from ....plan import Plan, Ranges
+from ....plan import Plan
+from ....plan_parts import Ranges
 from ....problem import OPTIONS, Problem
 from ...plan_encoding import longest_first
 from .. import versions

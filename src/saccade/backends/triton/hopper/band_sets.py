@@ -16,7 +16,7 @@ import numpy as np
 from ....mask.forms import Lowered
 from ....mask.segments import joined
 from ....mask.tiling import FULL, PARTIAL
-from ....plan import Part, Ranges
+from ....plan_parts import Part, Ranges
 from .schedule import LONG_BIT, BackwardSchedule
 
 MAX_BANDS = 4

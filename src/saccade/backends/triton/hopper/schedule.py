@@ -15,7 +15,7 @@ import triton
 
 from ....mask.segments import joined
 from ....mask.tiling import FULL, PARTIAL
-from ....plan import Ranges
+from ....plan_parts import Ranges
 from ..chip import on
 from ..on_device import Intervals, lists, segments
 

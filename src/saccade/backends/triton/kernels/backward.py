@@ -1,6 +1,6 @@
 """Backward by owners: each result has one owner, which adds its terms in an order that follows from the shape alone.
 
-P = e^(S - lse)   dP = dO Vᵀ   dS = P (dP - delta)   dQ = dS K   dK = dSᵀ Q   dV = Pᵀ dO
+P = e^(S - lse)   dP = dO Vᵀ - dentropy (S - lse)   dS = P (dP - delta)   dQ = dS K   dK = dSᵀ Q   dV = Pᵀ dO
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ from .selected import keys_at, list_at, row_block
 
 
 class Products(NamedTuple):
-    """Inputs of `delta`: do and o as Array, dlse float32 [B, Tq, Hq] or None."""
+    """Inputs of `delta`: do and o as Array; dlse, entropy and dentropy float32 [B, Tq, Hq] or None."""
 
     do: Any
     o: Any
     dlse: Any
+    entropy: Any
+    dentropy: Any
 
 
 class Queries(NamedTuple):
-    """Rows of q and do, and their (lse, share, delta) as columns; the other fields are those of `forward.Queries`."""
+    """Rows of q and do, and their `sums_of` as columns; the other fields are those of `forward.Queries`."""
 
     rows: Any
     do: Any
@@ -85,8 +87,8 @@ class KeyGradients(NamedTuple):
 
 @triton.jit(do_not_specialize=["rows", "Tq", "Hq"])
 def delta(products, out, rows, Tq, Hq, blocks: tl.constexpr):
-    """delta = Σ do o - dlse [B, Tq, Hq]. Grid: blocks of the flat (b, t, h)."""
-    do, o, dlse = products
+    """delta = Σ do o - dlse + dentropy entropy [B, Tq, Hq]. Grid: blocks of the flat (b, t, h)."""
+    do, o, dlse, entropy, dentropy = products
     i = tl.program_id(0).to(tl.int64) * blocks.ROWS + tl.arange(0, blocks.ROWS)
     ok = i < rows
     h, bt = i % Hq, i // Hq
@@ -99,28 +101,37 @@ def delta(products, out, rows, Tq, Hq, blocks: tl.constexpr):
     x = tl.sum(tl.where(b_o == 0.0, 0.0, b_do.to(tl.float32) * b_o.to(tl.float32)), 1)
     if dlse is not None:
         x = x - tl.load(dlse + i, mask=ok, other=0.0)
+    if dentropy is not None:
+        b_h = tl.load(entropy + i, mask=ok, other=0.0)
+        # a row that sees no key has an entropy of 0, whose gradient may have any value
+        x = x + tl.where(b_h == 0.0, 0.0, b_h * tl.load(dentropy + i, mask=ok, other=0.0))
     tl.store(out + i, x, mask=ok)
 
 
 @triton.jit
 def sums_of(arrays, place, b, h, t, ok):
-    """(lse, share, delta) of rows t; share is 1 if None. Rows that see no key get an lse that makes every weight 0."""
+    """(lse, share, delta, dentropy) of rows t; share is 1 if None, and dentropy unused. Rows that see no key get an lse
+    that makes every weight 0."""
     at = (b.to(tl.int64) * place.Tq + t) * place.Hq + h
     x = tl.load(arrays.lse + at, mask=ok, other=float("-inf"))
     x = tl.where(x == float("-inf"), float("inf"), x)
     y = tl.full(x.shape, 1.0, tl.float32)
     if arrays.share is not None:
         y = tl.load(arrays.share + at, mask=ok, other=1.0)
-    return x, y, tl.load(arrays.delta + at, mask=ok, other=0.0)
+    z = tl.load(arrays.delta + at, mask=ok, other=0.0)
+    dentropy = z
+    if arrays.dentropy is not None:
+        dentropy = tl.load(arrays.dentropy + at, mask=ok, other=0.0)
+    return x, y, z, dentropy
 
 
 @triton.jit
 def weights(s, x, dp, sums, seen, pairs, attention):
     """(P, P after dropout, gradient of the scores s, gradient of scale q . k) from x = q . k and dp = do . v.
 
-    sums: (lse, share, delta) of the rows. All broadcast to the tile. seen: the visible pairs, None for all.
+    sums: `sums_of` the rows. All broadcast to the tile. seen: the visible pairs, None for all.
     """
-    lse, share, delta = sums
+    lse, share, delta, dentropy = sums
     p = power(s, lse, attention.config.EXACT) * share
     if seen is not None:
         p = tl.where(seen, p, 0.0)
@@ -129,6 +140,9 @@ def weights(s, x, dp, sums, seen, pairs, attention):
         keep = keep_mask(attention.drop, attention.place, pairs)
         used = tl.where(keep, p * attention.scores.keep, 0.0)
         dp = tl.where(keep, dp * attention.scores.keep, 0.0)
+    if attention.arrays.dentropy is not None:
+        # the entropy is that of weights before dropout
+        dp = dp - tl.where(p == 0.0, 0.0, dentropy * (s - lse))
     raw = p * (dp - delta)
     ds = dscore(raw, x, attention.scores)
     if seen is not None:
@@ -139,13 +153,13 @@ def weights(s, x, dp, sums, seen, pairs, attention):
 @triton.jit
 def tall(sums):
     """Numbers per row, shaped as a column of a tile."""
-    return sums[0][:, None], sums[1][:, None], sums[2][:, None]
+    return sums[0][:, None], sums[1][:, None], sums[2][:, None], sums[3][:, None]
 
 
 @triton.jit
 def wide(sums):
     """Numbers per row, shaped as a row of a tile."""
-    return sums[0][None, :], sums[1][None, :], sums[2][None, :]
+    return sums[0][None, :], sums[1][None, :], sums[2][None, :], sums[3][None, :]
 
 
 @triton.jit
@@ -220,7 +234,10 @@ def _refine(weighed, attention):
     if config.ADD:
         total = tl.load(attention.arrays.share + at, mask=ok, other=0.0)
         sum_dp = tl.load(weighed + at, mask=ok, other=0.0)
-    sums = top[:, None], tl.full([BM, 1], 1.0, tl.float32), tl.zeros([BM, 1], tl.float32)
+    dentropy = tl.zeros([BM], tl.float32)
+    if attention.arrays.dentropy is not None:
+        dentropy = tl.load(attention.arrays.dentropy + at, mask=ok, other=0.0)
+    sums = tall((top, tl.full([BM], 1.0, tl.float32), tl.zeros([BM], tl.float32), dentropy))
     queries = Queries(b_q, b_do, sums, b, h, t, hk, start, record)
     if lists is not None:
         entries, stop = list_at(lists, b, hk, n)
@@ -239,7 +256,12 @@ def _refine(weighed, attention):
     if config.LAST:
         whole = total
         if attention.scores.sinks is not None:
-            whole += tl.where(b_lse == float("-inf"), 0.0, tl.exp(tl.load(attention.scores.sinks + h) - b_lse))
+            log_sink = tl.load(attention.scores.sinks + h) - b_lse
+            sink = tl.where(b_lse == float("-inf"), 0.0, tl.exp(log_sink))
+            whole += sink
+            if attention.arrays.dentropy is not None:
+                # the sink's part of Σ P dP
+                sum_dp -= tl.where(sink == 0.0, 0.0, sink * dentropy * log_sink)
         own = tl.abs(whole - 1.0) <= 9.5367431640625e-07 * tl.maximum(tl.abs(b_lse), 1.0)
         total = tl.where(own, 1.0 / whole, 1.0)
         x = sum_dp * total

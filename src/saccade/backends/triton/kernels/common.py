@@ -74,7 +74,7 @@ class Arrays(NamedTuple):
     """The arrays that a kernel reads: q, k, v and do as Array; None for those it does not need.
 
     words: int32, the lists of `masks.Place`. lengths: int32 [B], keys of each sequence. lists: `decode.Lists`, of
-    selected keys. lse, share, delta, dlse: float32 [B, Tq, Hq]; `refine` writes share.
+    selected keys. lse, share, delta, dlse, dentropy: float32 [B, Tq, Hq]; `refine` writes share.
     """
 
     q: Any
@@ -88,6 +88,7 @@ class Arrays(NamedTuple):
     share: Any = None
     delta: Any = None
     dlse: Any = None
+    dentropy: Any = None
 
 
 class Config(NamedTuple):
@@ -96,7 +97,8 @@ class Config(NamedTuple):
     D, DV: head sizes. BLOCK_D, BLOCK_DV: the same, padded. BM, BN: queries and keys of a tile. MASK: the kind of
     element test. Rows of q and k have a second part if D is larger than BLOCK_D. SHARED: whether v is the first DV
     numbers of k. EXACT: 0 for 16-bit products, 1 for float32, 2 for float32 to the last bit. ADD: results contain the
-    sums of earlier parts. LAST: the last part. BY_ROW: a bias gradient has a row for each query.
+    sums of earlier parts. LAST: the last part. BY_ROW: a bias gradient has a row for each query. ENTROPY: whether a
+    forward computes it.
     """
 
     D: Any
@@ -111,6 +113,7 @@ class Config(NamedTuple):
     LAST: Any = True
     BY_ROW: Any = False
     SHARED: Any = False
+    ENTROPY: Any = False
 
 
 class Attention(NamedTuple):
@@ -253,7 +256,12 @@ def exact_exp2(x):
     """2^x for -126 <= x <= 127.4, within half a unit in the last place."""
     # rounds half up; to even would be as good
     n = tl.floor(x + 0.5)
-    f = x - n
+    return power_of_two(n, x - n)
+
+
+@triton.jit
+def power_of_two(n, f):
+    """2^(n + f) for whole n from -126 to 127 and -0.5 <= f <= 0.5."""
     p = 0.00015345811916183706 * f + 0.0013399931218953942
     p = p * f + 0.009618488957449392
     p = p * f + 0.0555032877696621
@@ -405,3 +413,15 @@ def log_add(a, b):
     top = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
     low = tl.minimum(a, b)
     return tl.where(low == float("-inf"), top, top + tl.log(1.0 + tl.exp(low - top)))
+
+
+@triton.jit
+def entropy_share(lse, entropy, total):
+    """What keys, or a sink, of this lse and entropy add to the entropy of a row whose lse is `total`."""
+    return tl.where(lse == float("-inf"), 0.0, tl.exp(lse - total) * (entropy + (total - lse)))
+
+
+@triton.jit
+def entropy_of(l, u):
+    """The entropy of weights whose sum is l relative to their maximum; u: Σ P (S - m)."""
+    return tl.log(l) - u / l

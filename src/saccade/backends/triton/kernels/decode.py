@@ -11,7 +11,7 @@ import triton.language as tl
 
 import triton
 
-from .common import START, Attention, Drop, log_add, power
+from .common import START, Attention, Drop, entropy_of, entropy_share, log_add, power
 from .forward import Queries, fold, fold_keys
 from .masks import FULL, list_of, place_of, segment
 from .rows import rows_of, store_rows
@@ -49,7 +49,8 @@ def segment_of(lo, hi, tail_lo, tail_hi, n):
 def decode(
     arrays, results, scores, below, seed_low, seed_high, left, right, split_keys, num_splits, config: tl.constexpr
 ):
-    """o and lse, or parts [B, Tq, Hq, n, DV] of n ranges, followed by their m and l [B, Tq, Hq, n, 2].
+    """o and lse, or parts [B, Tq, Hq, n, DV] of n ranges, followed by their m and l [B, Tq, Hq, n, 2], and
+    with ENTROPY by u [B, Tq, Hq, n].
 
     With lengths each sequence has that many keys; without them the lists say which keys are visited. Grid: B x Hk x
     ranges x blocks of BM rows; row r is query r // G of head hk G + r mod G. With selected keys the blocks are those of
@@ -81,7 +82,7 @@ def _decode(results, ranges, attention):
     rows = rows_of(attention.arrays.q, (b, h, t), ok, config.D, config.BLOCK_D, True)
     acc = tl.zeros([BM, BLOCK_DV], tl.float32)
     m = tl.full([BM], START, tl.float32)
-    l = tl.zeros([BM], tl.float32)
+    l, u = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     if attention.arrays.lengths is None:
         first, last, record = list_of(place, 0, b, hk * place.G, 0)
     else:
@@ -98,7 +99,7 @@ def _decode(results, ranges, attention):
         end = tl.minimum((split + 1) * ranges.keys, end)
         for k0 in range(split * ranges.keys, end, BN):
             j, inside = keys_at(place, lists, entries, k0, end, BN)
-            acc, m, l = fold_keys((acc, m, l), queries, attention, j, inside, None, True)
+            acc, m, l, u = fold_keys((acc, m, l, u), queries, attention, j, inside, None, True)
     for n in range(first, last):
         if attention.arrays.lengths is None:
             begin, end, kind = segment(place, n)
@@ -112,28 +113,39 @@ def _decode(results, ranges, attention):
         # an empty loop would still fill its pipeline: hundreds of instructions in five of six loops of a long sequence
         if begin < edge:
             for k0 in range(begin, edge, BN):
-                acc, m, l = fold((acc, m, l), queries, attention, k0, end, False)
+                acc, m, l, u = fold((acc, m, l, u), queries, attention, k0, end, False)
         if edge < end:
             for k0 in range(edge, end, BN):
-                acc, m, l = fold((acc, m, l), queries, attention, k0, end, True)
+                acc, m, l, u = fold((acc, m, l, u), queries, attention, k0, end, True)
     none = l == 0.0
     row = (b.to(tl.int64) * place.Tq + t) * place.Hq + h
     factor = 1.0 / tl.where(none, 1.0, l)
     if results.parts is not None:
         d = tl.arange(0, BLOCK_DV)
         row = row * ranges.n + split
-        sums = results.parts + place.B.to(tl.int64) * place.Tq * place.Hq * ranges.n * DV + 2 * row
+        size = place.B.to(tl.int64) * place.Tq * place.Hq * ranges.n
+        sums = results.parts + size * DV + 2 * row
         tl.store(sums, m, mask=ok)
         tl.store(sums + 1, l, mask=ok)
+        if config.ENTROPY:
+            tl.store(results.parts + size * (DV + 2) + row, u, mask=ok)
         there = ok[:, None] & (d < DV)[None, :]
         tl.store(results.parts + row[:, None] * DV + d[None, :], acc * factor[:, None], mask=there)
     else:
         mine = tl.where(none, float("-inf"), m + tl.log(tl.where(none, 1.0, l)))
+        total = mine
         if attention.scores.sinks is not None:
-            total = log_add(mine, tl.load(attention.scores.sinks + h, mask=ok, other=0.0))
+            sink = tl.load(attention.scores.sinks + h, mask=ok, other=0.0)
+            total = log_add(mine, sink)
             factor = factor * tl.where(none, 0.0, tl.exp(mine - total))
-            mine = total
-        tl.store(results.lse + row, mine, mask=ok)
+        tl.store(results.lse + row, total, mask=ok)
+        if results.max is not None:
+            tl.store(results.max + row, tl.where(l == l, tl.where(none, float("-inf"), m), l), mask=ok)
+        if results.entropy is not None:
+            entropy = entropy_share(mine, entropy_of(l, u), total)
+            if attention.scores.sinks is not None:
+                entropy += entropy_share(sink, 0.0, total)
+            tl.store(results.entropy + row, entropy, mask=ok)
         store_rows(results.o, (b, h, t), ok, acc * factor[:, None], DV, BLOCK_DV)
 
 
@@ -150,16 +162,29 @@ def combine(results, sinks, rows, num_splits, Hq, blocks: tl.constexpr):
     m = tl.load(sums, mask=n < num_splits, other=START)
     # tl.max ignores NaN; it reaches the result through the sum
     top = tl.max(m, 0)
-    weight = power(m, top, True) * tl.load(sums + 1, mask=n < num_splits, other=0.0)
+    l = tl.load(sums + 1, mask=n < num_splits, other=0.0)
+    weight = power(m, top, True) * l
     whole = tl.sum(weight, 0)
     none = whole == 0.0
     whole = tl.where(none, 1.0, whole)
     total = tl.where(none, float("-inf"), top + tl.log(whole))
+    before = total
+    if results.max is not None:
+        tl.store(results.max + row, tl.where(whole == whole, tl.where(none, float("-inf"), top), whole))
+    if results.entropy is not None:
+        of_parts = results.parts + rows.to(tl.int64) * num_splits * (DV + 2) + row * num_splits
+        u = tl.load(of_parts + n, mask=n < num_splits, other=0.0)
+        rise = tl.where(l == 0.0, 0.0, l * (m - top))
+        u = tl.sum(power(m, top, True) * (u + rise), 0)
     weight = weight / whole
     if sinks is not None:
-        before = total
         total = log_add(total, tl.load(sinks + (row % Hq)))
         weight = tl.where(none, 0.0, weight * tl.exp(before - total))
+    if results.entropy is not None:
+        entropy = entropy_share(before, entropy_of(whole, u), total)
+        if sinks is not None:
+            entropy += entropy_share(tl.load(sinks + (row % Hq)), 0.0, total)
+        tl.store(results.entropy + row, entropy)
     d = tl.arange(0, blocks.BLOCK)
     at = results.parts + (row * num_splits + n)[:, None] * DV + d[None, :]
     part = tl.load(at, mask=(n < num_splits)[:, None] & (d < DV)[None, :], other=0.0)

@@ -16,6 +16,8 @@ from .common import (
     Attention,
     Drop,
     Pairs,
+    entropy_of,
+    entropy_share,
     fade,
     inner,
     inner_codes,
@@ -34,11 +36,16 @@ from .rows import load_rows, rows_of, scaled, store_rows
 
 
 class Results(NamedTuple):
-    """o as Array and lse float32 [B, Tq, Hq]; parts: where `decode` writes the results of its ranges, or None."""
+    """o as Array; lse, max and entropy float32 [B, Tq, Hq], the last two None if they are not wanted.
+
+    parts: where `decode` writes the results of its ranges, or None.
+    """
 
     o: Any
     lse: Any
     parts: Any = None
+    max: Any = None
+    entropy: Any = None
 
 
 class Queries(NamedTuple):
@@ -69,10 +76,10 @@ def fold(state, queries, attention, k0, end, MASKED: tl.constexpr):
 def fold_keys(state, queries, attention, j, ok, start, MASKED: tl.constexpr):
     """One step of online softmax over the keys j [BN] that are ok; start: the first, if they are consecutive, or None.
 
-    state: acc [BM, BLOCK_DV], m, l [BM].
+    state: acc [BM, BLOCK_DV], m, l, u [BM]; u, Σ P (S - m), is 0 without ENTROPY.
     """
     config: tl.constexpr = attention.config
-    acc, m, l = state
+    acc, m, l, u = state
     t = queries.t[:, None]
     at = queries.b, queries.hk, j
     key = rows_of(attention.arrays.k, at, ok, config.D, config.BLOCK_D, MASKED, start)
@@ -94,6 +101,9 @@ def fold_keys(state, queries, attention, j, ok, start, MASKED: tl.constexpr):
     m_new = tl.maximum(m, tl.max(s, 1))
     p = power(s, m_new[:, None], config.EXACT)
     fix = fade(m, m_new, config.EXACT)
+    if config.ENTROPY:
+        rise = tl.where(l == 0.0, 0.0, l * (m - m_new))
+        u = (u + rise) * fix + tl.sum(tl.where(p == 0.0, 0.0, p * (s - m_new[:, None])), 1)
     l = l * fix + tl.sum(p, 1)
     if attention.drop.below is not None:
         p = tl.where(keep_mask(attention.drop, attention.place, pairs), p * attention.scores.keep, 0.0)
@@ -102,7 +112,7 @@ def fold_keys(state, queries, attention, j, ok, start, MASKED: tl.constexpr):
         # the scale of an unused slot may be NaN
         weight = tl.where(p == 0.0, 0.0, weight)
     acc = product(weight.to(b_v.dtype), b_v, acc * fix[:, None], config.EXACT)
-    return acc, m_new, l
+    return acc, m_new, l, u
 
 
 @triton.jit(do_not_specialize=["below", "seed_low", "seed_high"])
@@ -129,16 +139,16 @@ def _forward(results, attention):
     queries = Queries(rows, b, h, t, hk, tile.start, record)
     acc = tl.zeros([BM, BLOCK_DV], tl.float32)
     m = tl.full([BM], START, tl.float32)
-    l = tl.zeros([BM], tl.float32)
+    l, u = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     for n in range(first, last):
         begin, end, kind = segment(place, n)
         edge = plain_end(begin, end, kind, attention.scores, BN)
         for k0 in range(begin, edge, BN):
-            acc, m, l = fold((acc, m, l), queries, attention, k0, end, False)
+            acc, m, l, u = fold((acc, m, l, u), queries, attention, k0, end, False)
         # an empty loop would still fill its pipeline
         if edge < end:
             for k0 in range(edge, end, BN):
-                acc, m, l = fold((acc, m, l), queries, attention, k0, end, True)
+                acc, m, l, u = fold((acc, m, l, u), queries, attention, k0, end, True)
     at = (b.to(tl.int64) * place.Tq + t) * place.Hq + h
     none = l == 0.0
     l = tl.where(none, 1.0, l)
@@ -152,6 +162,18 @@ def _forward(results, attention):
         total = log_add(total, tl.load(attention.scores.sinks + h))
     if config.ADD or attention.scores.sinks is not None:
         factor = factor * tl.where(none, 0.0, tl.exp(mine - total))
+    if results.max is not None:
+        top = tl.where(none, float("-inf"), m)
+        if config.ADD:
+            top = tl.maximum(top, tl.load(results.max + at, mask=ok, other=0.0), propagate_nan=tl.PropagateNan.ALL)
+        tl.store(results.max + at, tl.where(l == l, top, l), mask=ok)
+    if results.entropy is not None:
+        entropy = entropy_share(mine, entropy_of(l, u), total)
+        if config.ADD:
+            entropy += entropy_share(old, tl.load(results.entropy + at, mask=ok, other=0.0), total)
+        if attention.scores.sinks is not None:
+            entropy += entropy_share(tl.load(attention.scores.sinks + h), 0.0, total)
+        tl.store(results.entropy + at, entropy, mask=ok)
     acc = acc * factor[:, None]
     if config.ADD:
         share = tl.where(old == float("-inf"), 0.0, tl.exp(old - total))

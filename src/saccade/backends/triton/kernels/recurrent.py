@@ -12,10 +12,11 @@ import triton.language as tl
 
 import triton
 
-from .common import power, product
+from .common import LOG2E, power, power_of_two, product
 
-# how products are computed: in bfloat16, in tf32 where float16 could overflow, in float32 as three products
-BF16, TF32, FLOAT32 = (tl.constexpr(n) for n in range(3))
+# how products are computed: in bfloat16, in tf32 where float16 could overflow, in float32 as three products, and so but
+# to the last bit for states (Triton 3.9 fails to compile every product so)
+BF16, TF32, FLOAT32, LAST_BIT = (tl.constexpr(n) for n in range(4))
 
 
 class Tokens(NamedTuple):
@@ -112,14 +113,27 @@ class Chunk(NamedTuple):
 
 
 @triton.jit
+def faded(x, EXACT: tl.constexpr):
+    """e^x for x <= 0. EXACT: to the last digits for any x, because a decay may be a factor of a whole array."""
+    if EXACT:
+        n = tl.floor(tl.maximum(x * LOG2E, -126.0) + 0.5)
+        # n ln 2 in two parts: the first has so few bits that its product and difference are exact
+        f = ((x - n * 0.693145751953125) - n * 1.42860682030941723212e-6) * LOG2E
+        y = tl.where(x * LOG2E < -126.0, 0.0, power_of_two(n, f))
+        return tl.where(x == x, y, x)
+    else:
+        return power(x, 0.0, False)
+
+
+@triton.jit
 def times(a, b, acc, HOW: tl.constexpr):
     """acc + a b."""
-    if HOW == FLOAT32:
-        return product(a.to(tl.float32), b.to(tl.float32), acc, True)
+    if HOW == BF16:
+        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), acc)
     elif HOW == TF32:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="tf32")
     else:
-        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), acc)
+        return product(a.to(tl.float32), b.to(tl.float32), acc, True)
 
 
 @triton.jit
@@ -132,7 +146,7 @@ def _thirds(x):
 
 
 @triton.jit
-def wide(a, b, acc):
+def wide(a, b, acc, HOW: tl.constexpr):
     """acc + a b in float32; if one of them is bfloat16, the other is split into three parts."""
     if a.dtype == tl.bfloat16 and b.dtype == tl.float32:
         high, middle, low = _thirds(b)
@@ -143,7 +157,7 @@ def wide(a, b, acc):
         x = tl.dot(middle, b, tl.dot(low, b))
         return acc + (x + tl.dot(high, b))
     else:
-        return product(a.to(tl.float32), b.to(tl.float32), acc, True)
+        return product(a.to(tl.float32), b.to(tl.float32), acc, 2 if HOW == LAST_BIT else 1)
 
 
 @triton.jit
@@ -276,7 +290,7 @@ def entered(q, sides, chunk, f, size, config: tl.constexpr):
     if sides.pairs is not None:
         i = tl.arange(0, config.C)
         past = spans(i[None, :] <= i[:, None], logarithms(sides.g, chunk, f, size, config.K), sides.exact)
-        x = x.to(tl.float32) * power(past, 0.0, sides.exact)
+        x = x.to(tl.float32) * faded(past, sides.exact)
     return x
 
 
@@ -287,14 +301,14 @@ def left(k, sides, chunk, f, size, config: tl.constexpr):
     if sides.pairs is not None:
         i = tl.arange(0, config.C)
         later = spans(i[None, :] > i[:, None], logarithms(sides.g, chunk, f, size, config.K), sides.exact)
-        x = x.to(tl.float32) * power(later, 0.0, sides.exact)
+        x = x.to(tl.float32) * faded(later, sides.exact)
     return x
 
 
 @triton.jit
 def through(sides, chunk, f, size, K: tl.constexpr):
     """The product of the decays of channels f [BK] over the whole chunk."""
-    return power(tl.sum(logarithms(sides.g, chunk, f, size, K), 0), 0.0, sides.exact)
+    return faded(tl.sum(logarithms(sides.g, chunk, f, size, K), 0), sides.exact)
 
 
 @triton.jit
@@ -340,7 +354,7 @@ def ramps(sides, chunk, size, C: tl.constexpr):
     high, low = tl.load(p + tl.arange(0, C)), tl.load(p + C + tl.arange(0, C))
     top, rest = tl.load(p + C - 1), tl.load(p + 2 * C - 1)
     later = (top - high) + (rest - low)
-    return power(high + low, 0.0, sides.exact), power(later, 0.0, sides.exact), power(top + rest, 0.0, sides.exact)
+    return faded(high + low, sides.exact), faded(later, sides.exact), faded(top + rest, sides.exact)
 
 
 @triton.jit
@@ -354,7 +368,7 @@ def between(sides, chunk, size, C: tl.constexpr):
         p = sides.sums + (chunk.slot.to(tl.int64) * size.H + chunk.h) * 2 * C + i
         high, low = tl.load(p), tl.load(p + C)
         x = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
-        return tl.where(seen, power(tl.where(seen, x, 0.0), 0.0, sides.exact), 0.0)
+        return tl.where(seen, faded(tl.where(seen, x, 0.0), sides.exact), 0.0)
 
 
 @triton.jit

@@ -100,7 +100,7 @@ def dstates(arrays, sides, dslots, ends, size, config: tl.constexpr):
             d = d * whole
         else:
             x = x.to(tl.float32) * do_scale
-        d = wide(tl.trans(queries), x, d)
+        d = wide(tl.trans(queries), x, d, config.HOW)
     if not config.CAUSAL:
         write_slot(dslots, n, block, (d, z, there), size, config)
     write_state(ends.end, n, block, (d, z, there), size, config)
@@ -114,8 +114,9 @@ def _through_decays(weights, entering, leaving, passing, exact: tl.constexpr, C:
     earlier = i[:, None] > i[None, :]
     # [t, s]: sums over r >= t, used for s < t
     after = spans(i[:, None] <= i[None, :], tl.where(earlier, weights, 0.0), exact)
-    pairs = tl.sum(tl.where(earlier, after, 0.0), 1)
-    return pairs + tl.cumsum(entering, 0, reverse=True) + (tl.cumsum(leaving, 0) - leaving) + passing
+    # not the difference of a sum and its last term: as a fused multiply-add it is a rounding error, not 0
+    before = tl.sum(tl.where(earlier, after + leaving[None, :], 0.0), 1)
+    return before + tl.cumsum(entering, 0, reverse=True) + passing
 
 
 @triton.jit

@@ -11,8 +11,7 @@ import triton.language as tl
 
 import triton
 
-from .common import power
-from .recurrent import BF16, FLOAT32, chunk_owner, features, logarithms, row_at, side, spans, square_at, times
+from .recurrent import BF16, FLOAT32, chunk_owner, faded, features, logarithms, row_at, side, spans, square_at, times
 from .recurrent_backward import forgotten, meetings
 from .recurrent_delta import inverse
 
@@ -24,7 +23,7 @@ def _decayed(level, logs, exact: tl.constexpr):
     earlier = i[None, :] <= i[:, None]
     right = ((i >> level) & 1)[:, None] != 0
     alike = (i[:, None] ^ i[None, :]) >> level == 0
-    return power(spans(alike & (earlier == right), logs, exact), 0.0, exact)
+    return faded(spans(alike & (earlier == right), logs, exact), exact)
 
 
 @triton.jit
@@ -58,8 +57,8 @@ def decay(arrays, sides, decayed, size, config: tl.constexpr):
     tile, chunk = chunk_owner(sides.cu, size, (K + config.BK - 1) // config.BK, config.C)
     f, i = tile * config.BK + tl.arange(0, config.BK), tl.arange(0, config.C)
     logs = logarithms(sides.g, chunk, f, size, K)
-    past = power(spans(i[None, :] <= i[:, None], logs, sides.exact), 0.0, sides.exact)
-    later = power(spans(i[None, :] > i[:, None], logs, sides.exact), 0.0, sides.exact)
+    past = faded(spans(i[None, :] <= i[:, None], logs, sides.exact), sides.exact)
+    later = faded(spans(i[None, :] > i[:, None], logs, sides.exact), sides.exact)
     keys = features(arrays.k, chunk, f, size, config).to(tl.float32)
     at = row_at(chunk, size)[:, None] * K + f[None, :]
     there = chunk.ok[:, None] & (f < K)[None, :]
@@ -69,7 +68,7 @@ def decay(arrays, sides, decayed, size, config: tl.constexpr):
         queries = features(arrays.q, chunk, f, size, config).to(tl.float32)
         tl.store(decayed.queries + at, queries * past, mask=there)
     whole = decayed.whole + (chunk.slot.to(tl.int64) * size.H + chunk.h) * K + f
-    tl.store(whole, power(tl.sum(logs, 0), 0.0, sides.exact), mask=f < K)
+    tl.store(whole, faded(tl.sum(logs, 0), sides.exact), mask=f < K)
 
 
 @triton.jit
@@ -112,7 +111,7 @@ def _asked(arrays, sides, slots, rows, chunk, size, config: tl.constexpr):
     i = tl.arange(0, C)
     parted, earlier = i[:, None] ^ i[None, :], i[None, :] < i[:, None]
     asking, pairs = forgotten(arrays, slots, chunk, f, size, config)
-    asking *= power(spans(i[None, :] <= i[:, None], logs, sides.exact), 0.0, sides.exact)
+    asking *= faded(spans(i[None, :] <= i[:, None], logs, sides.exact), sides.exact)
     written = keys * side(sides.beta, chunk, size)[:, None]
     passed = spans(i[None, :] >= i[:, None], keys * asking, sides.exact)
     pairs += tl.trans(pairs)
@@ -148,12 +147,12 @@ def dqdk(arrays, sides, states, grads, size, config: tl.constexpr):
     keys = features(arrays.k, chunk, f, size, config).to(tl.float32)
     logs = logarithms(sides.g, chunk, f, size, K)
     earlier = i[None, :] < i[:, None]
-    queried = from_state * power(spans(i[None, :] <= i[:, None], logs, sides.exact), 0.0, sides.exact)
-    taken = to_state * power(spans(i[None, :] > i[:, None], logs, sides.exact), 0.0, sides.exact)
+    queried = from_state * faded(spans(i[None, :] <= i[:, None], logs, sides.exact), sides.exact)
+    taken = to_state * faded(spans(i[None, :] > i[:, None], logs, sides.exact), sides.exact)
     written = keys
     if config.DELTA:
         written = keys * side(sides.beta, chunk, size)[:, None]
-    between = (past * power(tl.sum(logs, 0), 0.0, sides.exact))[None, :]
+    between = (past * faded(tl.sum(logs, 0), sides.exact))[None, :]
     between += spans(i[None, :] >= i[:, None], queries * queried, sides.exact)
     between += spans(earlier, written * taken, sides.exact)
     own = tl.sum(tl.where(parted == 0, pairs, 0.0), 1)[:, None]

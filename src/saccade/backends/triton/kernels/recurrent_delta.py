@@ -171,14 +171,16 @@ def states(arrays, sides, system, slots, ends, size, config: tl.constexpr):
         if config.NARROW:
             past = times(reading, s, tl.zeros([C, BV], tl.float32), BF16)
         else:
-            past = wide(reading, s, tl.zeros([C, BV], tl.float32))
+            past = wide(reading, s, tl.zeros([C, BV], tl.float32), config.HOW)
         if (sides.g is not None) and (sides.pairs is None):
             start, tail, whole = ramps(sides, chunk, size, C)
             past = past * start[:, None]
         if config.NARROW:
             u = times(x, raw(arrays.v, chunk, block.w, V).to(tl.float32) - past, tl.zeros([C, BV], tl.float32), BF16)
         else:
-            u = wide(x, raw(arrays.v, chunk, block.w, V).to(tl.float32) - past, tl.zeros([C, BV], tl.float32))
+            u = wide(
+                x, raw(arrays.v, chunk, block.w, V).to(tl.float32) - past, tl.zeros([C, BV], tl.float32), config.HOW
+            )
         _store_rows(system.solution, chunk, block.w, u, size, V)
         u = u * side(sides.beta, chunk, size)[:, None]
         if sides.pairs is not None:
@@ -189,7 +191,7 @@ def states(arrays, sides, system, slots, ends, size, config: tl.constexpr):
         if config.NARROW:
             s = times(tl.trans(keys), u, s, BF16)
         else:
-            s = wide(tl.trans(keys), u, s)
+            s = wide(tl.trans(keys), u, s, config.HOW)
     tl.store(state_at(ends.end, n, block, size, config.K, V), s.to(ends.end.dtype.element_ty), mask=there)
 
 
@@ -217,26 +219,26 @@ def dstates(arrays, sides, system, dslots, ends, size, config: tl.constexpr):
         x = tl.load(square_at(system.inverse, chunk, size, C), mask=ok[:, None], other=0.0)
         if sides.pairs is not None:
             p = p * arrays.do.scale
-        du = wide(keys, d, tl.zeros([C, BV], tl.float32))
+        du = wide(keys, d, tl.zeros([C, BV], tl.float32), config.HOW)
         if (sides.g is not None) and (sides.pairs is None):
             start, tail, whole = ramps(sides, chunk, size, C)
             du = du * tail[:, None]
-        du = wide(tl.trans(p), y, du) * side(sides.beta, chunk, size)[:, None]
-        lost = wide(tl.trans(x), du, tl.zeros([C, BV], tl.float32))
+        du = wide(tl.trans(p), y, du, config.HOW) * side(sides.beta, chunk, size)[:, None]
+        lost = wide(tl.trans(x), du, tl.zeros([C, BV], tl.float32), config.HOW)
         _store_rows(system.solution, chunk, block.w, lost, size, V)
         if sides.pairs is not None:
             # the scale multiplies the operand that is not an unmodified 16-bit array
             queries = _load_rows(system.decayed.queries, chunk, block.f, size, config.K) * arrays.do.scale
             d = d * _whole(system.decayed, chunk, block, size, config.K)[:, None]
-            d = wide(tl.trans(queries), y, d)
-            d = wide(tl.trans(_load_rows(system.decayed.keys, chunk, block.f, size, config.K)), -lost, d)
+            d = wide(tl.trans(queries), y, d, config.HOW)
+            d = wide(tl.trans(_load_rows(system.decayed.keys, chunk, block.f, size, config.K)), -lost, d, config.HOW)
         else:
             y = y.to(tl.float32) * arrays.do.scale
             if sides.g is not None:
                 y, lost = y * start[:, None], lost * start[:, None]
                 d = d * whole
-            d = wide(tl.trans(features(arrays.q, chunk, block.f, size, config)), y, d)
-            d = wide(tl.trans(keys), -lost, d)
+            d = wide(tl.trans(features(arrays.q, chunk, block.f, size, config)), y, d, config.HOW)
+            d = wide(tl.trans(keys), -lost, d, config.HOW)
     tl.store(state_at(ends.end, n, block, size, config.K, V), d, mask=there)
 
 

@@ -65,7 +65,7 @@ def states(arrays, sides, slots, ends, size, config: tl.constexpr):
             s = s * whole
         if config.W > config.V:
             z += tl.sum(keys.to(tl.float32), 0)
-        s = wide(tl.trans(keys), u, s)
+        s = wide(tl.trans(keys), u, s, config.HOW)
     if not config.CAUSAL:
         write_slot(slots, n, block, (s, z, there), size, config)
     write_state(ends.end, n, block, (s, z, there), size, config)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 import triton
 
-from .common import power
+from .recurrent import faded
 from .recurrent_states import inside, state_at, state_owner
 
 
@@ -28,7 +28,7 @@ def _decay(g, row, f, K: tl.constexpr, CHANNELS: tl.constexpr):
         x = tl.load(g + row * K + f, mask=f < K, other=0.0).to(tl.float32)
     else:
         x = tl.load(g + row + 0 * f).to(tl.float32)
-    return power(x, 0.0, True)
+    return faded(x, True)
 
 
 @triton.jit
