@@ -112,4 +112,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with forms.using(["columns of zeros"]):
+        main()

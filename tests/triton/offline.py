@@ -37,13 +37,14 @@ from saccade.mask import causal, documents, parse, select
 from saccade.plan import make_plan
 from saccade.problem import Problem, Scores
 from saccade.quantised import quantised
-from saccade.testing import diagonal
+from saccade.testing import diagonal, forms
 from saccade.testing import recurrent as recurrences
 from saccade.testing.patterns import named
 from saccade.testing.tensors import put
 
 # compiling needs no GPU
 versions.RUN = versions.COMPILED
+hopper.SIZES |= forms.FORMS["columns of zeros"].values["saccade.backends.triton.hopper:SIZES"]
 
 
 class Chip(NamedTuple):

@@ -37,16 +37,8 @@ if TYPE_CHECKING:
 # a dtype that only these kernels compute, and only in the forward
 EIGHT_BITS = "float8_e4m3fn"
 CHIP = "sm_90"
-# the sizes of a row of q and k, and of v, and the size of the kernel that computes them, whose other columns are zeros
-SIZES = {
-    (64, 64): 64,
-    (80, 80): 128,
-    (96, 96): 128,
-    (128, 128): 128,
-    (192, 128): 192,
-    (192, 192): 256,
-    (256, 256): 256,
-}
+# by the sizes of a row of q and k, and of v: the size of the kernel, whose further columns are zeros
+SIZES = {(64, 64): 64, (128, 128): 128, (192, 128): 192, (256, 256): 256}
 DTYPES = ("bfloat16", "float16", EIGHT_BITS)
 # the options of a problem that they compute
 TAKES = {"softcap", "sinks"}
