@@ -22,6 +22,7 @@ from nvidia_cases import Case, values_of
 
 from saccade import mask
 from saccade.backends import Extras, Inputs
+from saccade.backends.triton import hopper
 from saccade.backends.triton.hopper import fits, schedule_for
 from saccade.backends.triton.hopper.forward import forward
 from saccade.backends.triton.hopper.tiles import TILES_8, Tiles, known_tiles
@@ -32,11 +33,12 @@ from saccade.cli.bench.rows import Row, note, write
 from saccade.mask.forms import Lowered
 from saccade.plan import Limits, make_plan
 from saccade.problem import Problem, Scores
+from saccade.testing import forms
 
 SMALL = torch.float8_e4m3fn
-SIZES = (64, 128, 192, 256)
+SIZES = (64, 80, 96, 128, 192, 256)
 # the forms of 8-bit floats that only benchmarks select, by head size
-EVERY = {64: (), 128: (TILES_8[128]._replace(every=2),), 192: (), 256: ()}
+EVERY = {128: (TILES_8[128]._replace(every=2),)}
 
 # by name: sizes, and the name of a mask
 CASES: dict[str, tuple[Case, str]] = {
@@ -65,7 +67,7 @@ def _mask(name: str, T: int) -> mask.Mask | None:
 
 def forms_of(dtype: torch.dtype, D: int) -> list[Tiles]:
     """The forms of the kernel for one dtype and head size, first the one that dense masks get."""
-    return [*known_tiles(dtype, D), *(EVERY[D] if dtype == SMALL else ())]
+    return [*known_tiles(dtype, hopper.SIZES[D, values_of(D)]), *(EVERY.get(D, ()) if dtype == SMALL else ())]
 
 
 def prepare(
@@ -287,4 +289,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with forms.using(["columns of zeros"]):
+        main()

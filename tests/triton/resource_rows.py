@@ -66,6 +66,11 @@ OF_HOPPER: dict[str, Callable[[], dict[str, Taken]]] = {
     "results of Hopper in float32": partial(of_hopper, "causal()", 128, wide=True),
     "results of Hopper in float32, of large heads": partial(of_hopper, "causal()", 256, wide=True),
     "results of Hopper in float32, of latent attention": partial(of_hopper, "causal()", 192, wide=True),
+    "Hopper, D = 80": partial(of_hopper, "causal()", 80),
+    "Hopper, D = 96": partial(of_hopper, "documents(cu_seqlens=[0, 300, 1000]) & causal()", 96),
+    "results of Hopper in float32, D = 96": partial(of_hopper, "causal()", 96, wide=True),
+    "Hopper, D = Dv = 192": partial(of_hopper, "causal()", 192, Dv=192),
+    "results of Hopper in float32, D = Dv = 192": partial(of_hopper, "causal()", 192, wide=True, Dv=192),
 }
 BRANCHES: dict[str, Callable[..., dict[str, Taken]]] = {
     "lengths": partial(of_branch, "window(9, 0)", 2, sinks=True),

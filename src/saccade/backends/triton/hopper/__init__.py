@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 # a dtype that only these kernels compute, and only in the forward
 EIGHT_BITS = "float8_e4m3fn"
 CHIP = "sm_90"
-# the sizes of a row of q and k, and of v
-SIZES = ((64, 64), (128, 128), (192, 128), (256, 256))
+# by the sizes of a row of q and k, and of v: the size of the kernel, whose further columns are zeros
+SIZES = {(64, 64): 64, (128, 128): 128, (192, 128): 192, (256, 256): 256}
 DTYPES = ("bfloat16", "float16", EIGHT_BITS)
 # the options of a problem that they compute
 TAKES = {"softcap", "sinks"}
@@ -90,7 +90,8 @@ def _by_mask(p: Problem, plan: Plan, low: Lowered) -> list[str]:
     if tiles is None:
         from .tiles import known_tiles
 
-        sizes, least = ", ".join(f"{g.block_q} × {g.block_k}" for g in low.grids), known_tiles(_dtype(p), p.D)[-1]
+        sizes = ", ".join(f"{g.block_q} × {g.block_k}" for g in low.grids)
+        least = known_tiles(_dtype(p), size_of(p))[-1]
         return [f"the mask has blocks of {sizes}, and they take multiples of {least.BM} × {least.BN}"]
     if (
         len(low.rows) > 1
@@ -121,7 +122,12 @@ def tiles_for(p: Problem, plan: Plan) -> Tiles | None:
 
     # the part of a mask on the device has intervals and no grids
     masks = plan.parts[0].masks
-    return tiles_of(_dtype(p), p.D, masks[0].grids if masks else ())
+    return tiles_of(_dtype(p), size_of(p), masks[0].grids if masks else ())
+
+
+def size_of(p: Problem) -> int:
+    """The head size of the kernel for a problem."""
+    return SIZES[p.D, p.Dv]
 
 
 def _dtype(p: Problem) -> torch.dtype:
@@ -173,7 +179,7 @@ def backward_schedule(problem: Problem, plan: Plan, device: torch.device) -> Bac
         from .backward import tile_of
 
         part = plan.parts[0]
-        tile = tile_of(problem.D, bool(part.masks and part.masks[0].grids))
+        tile = tile_of(size_of(problem), bool(part.masks and part.masks[0].grids))
         if isinstance(part, Intervals):
             return schedule_of_intervals(part, tile.BN, tile.BM)
         plain = schedule_of_ranges(part.transposed(tile.BN, tile.BM), part.Bm, plan.Tq, tile.BM)

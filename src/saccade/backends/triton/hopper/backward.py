@@ -29,6 +29,7 @@ from ....problem import Problem
 from ..launch import Array, AttentionLaunch, array
 from . import backward_by_columns as by_columns
 from . import backward_by_keys as by_keys
+from . import size_of
 from .backward_pipeline import BackwardPipeline, Config, load
 from .masking import Mask
 from .pipeline import Ring
@@ -36,6 +37,7 @@ from .schedule import BackwardSchedule, ForwardSchedule
 from .softmax import Scores
 from .staging import SumTile, convert, prepare
 from .tile_scheduler import KeyBlock
+from .tiles import padded
 
 
 @gluon.jit
@@ -181,10 +183,13 @@ def backward(
     like q, k, v, or float32 and contiguous. Without `deterministic`, key tiles add to dQ in any order.
     """
     p, (q, k, v), (do, lse, delta), (dq, dk, dv) = call.problem, (x.p for x in call.qkv), rows, gradients
-    ((_, lists, _, _, _, blocks), schedule), (BM, BN, stages) = schedules, tile_of(p.D, schedules[0].blocks)
+    ((_, lists, _, _, _, blocks), schedule), (BM, BN, stages) = schedules, tile_of(size_of(p), schedules[0].blocks)
     M, N = -(-p.Tq // BM), -(-p.Tk // BN)
-    tiles, sum_tile = p.B * p.Hq * M, SumTile(BM, p.D, 1 if schedule.order is None else 2, p.D & -p.D)
-    stat, sums = call.scratch(tiles * 2 * BM, like=q), call.scratch(sum_tile.KINDS * tiles * BM * p.D, like=q)
+    by_keys = BN == 128
+    # by keys, sums have the columns of the kernel; by columns, they are taken 64 or a power of two at a time
+    columns = padded(p.D) if by_keys else p.D
+    tiles, sum_tile = p.B * p.Hq * M, SumTile(BM, columns, 1 if schedule.order is None else 2, columns & -columns, p.D)
+    stat, sums = call.scratch(tiles * 2 * BM, like=q), call.scratch(sum_tile.KINDS * tiles * BM * columns, like=q)
     counts = call.scratch(sum_tile.KINDS * tiles + 1, like=q, dtype=torch.int32)
     grid, wide = (M, p.Hq, p.B), dk.dtype is torch.float32
     lse, delta = (Array(x, *x.stride()) for x in (lse, delta))
@@ -193,17 +198,17 @@ def backward(
     line = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     stats = TensorDescriptor(stat, list(stat.shape), [1], [2 * BM], line)
     # by keys, each warpgroup stores its half
-    by_keys = BN == 128
     outputs = (x if wide else _tiles(x, 64) for x in (dk, dv))
     mask = lists.bands, lists.row_lo, lists.row_hi
     bands_b, rows_b = (x is not None and x.shape[0] > 1 for x in mask[:2])
     lists_b = len(schedule.ptr) - 1 > N
-    config = Config(stages, p.D, p.G, lists.bands.shape[1], lists_b, bands_b, rows_b, blocks, p.deterministic, wide)
+    rest = p.G, lists.bands.shape[1], lists_b, bands_b, rows_b, blocks, p.deterministic, wide
+    config = Config(stages, p.D, p.Dv, *rest)
     scores, sizes = (
         Scores(p.scores.scale, p.scores.softcap or None),
         (p.B, p.Hk, p.Tq, p.Tk, M, N, section_of(p, N)),
     )
-    to = _sums(sums, BM, p.D) if by_keys else sums
+    to = _sums(sums, BM, columns) if by_keys else sums
     arrays = *inputs, stats, *outputs, to, counts, schedule, mask
     call.run(_backward, (N * p.B * p.Hk,), *arrays, scores, sizes, CONFIG=config, num_warps=4 if by_keys else 8)
     call.run(convert, grid, sums, array(dq), p.scores.scale, (p.Hq, p.Tq), TILE=sum_tile, ROWS=by_keys)
@@ -218,7 +223,7 @@ def _sums(x: Tensor, BM: int, D: int) -> TensorDescriptor:
 def _tiles(x: Tensor, rows: int) -> TensorDescriptor:
     # columns are padded to a power of two, with zeros; a dimension of size 1 may have any stride, and gets one that the
     # copy engine takes
-    block = [1, rows, 1, 1 << (x.shape[3] - 1).bit_length()]
+    block = [1, rows, 1, padded(x.shape[3])]
     strides = [s if n > 1 else x.shape[3] for n, s in zip(x.shape, x.stride(), strict=True)]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], block, layout)

@@ -190,7 +190,7 @@ def compute(block, schedule, pipeline, mask, scores, gradients, CONFIG: gl.const
         store_float32(dk_out, dk * scores.scale, block.n * BN, block, mask.Tk, G, CONFIG.D)
         if REST > 0:
             store_float32(dk_out + D, dk_rest * scores.scale, block.n * BN, block, mask.Tk, G, CONFIG.D)
-        store_float32(dv_out, dv, block.n * BN, block, mask.Tk, G, DV)
+        store_float32(dv_out, dv, block.n * BN, block, mask.Tk, G, CONFIG.DV)
     else:
         k = reinterpret(pipeline.k.index(0), dtype, [BN, BLOCK], tile_layout)
         v = reinterpret(pipeline.v.index(0), dtype, [BN, DV], tile_layout)

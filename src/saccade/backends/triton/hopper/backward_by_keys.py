@@ -185,8 +185,8 @@ def compute(W: gl.constexpr, work, pipeline, mask, scores, gradients, CONFIG: gl
 
     dk *= scores.scale
     if CONFIG.WIDE:
-        store_float32(dk_out, dk, first, block, mask.Tk, G, D)
-        store_float32(dv_out, dv, first, block, mask.Tk, G, D)
+        store_float32(dk_out, dk, first, block, mask.Tk, G, CONFIG.D)
+        store_float32(dv_out, dv, first, block, mask.Tk, G, CONFIG.DV)
     else:
         # results replace k and v once the other warpgroup has read k for the last time
         mbarrier.arrive(pipeline.done, count=1)

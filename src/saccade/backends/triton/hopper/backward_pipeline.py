@@ -50,13 +50,14 @@ class BackwardPipeline(NamedTuple):
 class Config(NamedTuple):
     """Constants of the backward kernel.
 
-    D: numbers of a row of q and k. G: query heads per key head. NB: bands. LISTS_B, BANDS_B, ROWS_B: whether batch
-    entries have lists, bands and row intervals of their own. BLOCKS: a tile may have 64 keys inside a block of the mask
-    and 64 outside. ORDERED: dQ is added in a fixed order. WIDE: dk and dv are float32.
+    D, DV: numbers of a row of q and k, and of v. G: query heads per key head. NB: bands. LISTS_B, BANDS_B, ROWS_B:
+    whether batch entries have lists, bands and row intervals of their own. BLOCKS: a tile may have 64 keys inside a
+    block of the mask and 64 outside. ORDERED: dQ is added in a fixed order. WIDE: dk and dv are float32.
     """
 
     STAGES: int
     D: int
+    DV: int
     G: int
     NB: int
     LISTS_B: bool
@@ -71,12 +72,15 @@ class Config(NamedTuple):
 def store_float32(out, x, first, block, Tk, G: gl.constexpr, D: gl.constexpr):
     """Store x, the dk or dv of keys from `first` on, in a float32 array: it does not fit into the space of k and v.
 
-    D: the numbers of a row of `out`, of which x may be a part.
+    D: the numbers of a row of `out`, of which x may be a part; further columns of x are zeros.
     """
     keys = first + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
     row = (block.b.to(gl.int64) * Tk + keys) * (block.Hq // G) + block.hk
-    at = gl.expand_dims(row * D, 1) + gl.expand_dims(gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout)), 0)
-    gl.store(out + at, x, mask=gl.expand_dims(keys < Tk, 1))
+    columns = gl.expand_dims(gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout)), 0)
+    stored = gl.expand_dims(keys < Tk, 1)
+    if x.shape[1] > D:
+        stored &= columns < D
+    gl.store(out + gl.expand_dims(row * D, 1) + columns, x, mask=stored)
 
 
 @gluon.jit

@@ -38,7 +38,7 @@ from .schedule import ForwardSchedule
 from .softmax import Output, Scores, after_softmax, by_thread, finish, softmax
 from .staging import transpose
 from .tile_scheduler import TileScheduler, piece_of
-from .tiles import TILES_8, descriptor, section_of, tiled
+from .tiles import TILES_8, descriptor, padded, section_of, tiled
 
 LOG2E = math.log2(math.e)
 
@@ -287,7 +287,7 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, TIL
             release(pipeline.v, step - 1)
         else:
             release(pipeline.q, piece)
-        finish(o, m, l, block, own, output)
+        finish(o, m, l, block, own, output, TILES.values)
         piece += 1
         stage = wait_full(pipeline.q, piece)
         b = _read(work.index(8 * stage))
@@ -380,18 +380,19 @@ def forward(
     computed together) override the choice by head size and device.
     """
     p, (q, k, v) = call.problem, (x.p for x in call.qkv)
+    tiles, lists, n_tiles, Bm, long, _ = schedule
     if q.itemsize == 1 and p.D not in TILES_8:
         q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
-    tiles, lists, n_tiles, Bm, long, _ = schedule
     heads, n_work = p.B * p.Hq, n_tiles * p.B * p.Hq
     # a single warpgroup leaves room for a second CTA, whose products overlap with its softmax
     ctas = 2 if tiles.NC == 1 else 1
     grid = min(grid or ctas * multiprocessors(str(q.device)), n_work)
     counter = call.scratch(1, like=q, dtype=torch.int32, zero=True) if n_work > grid else lists.order
-    copied = descriptor(q, 64), descriptor(k, tiles.BN), _values(call, v, tiles.BN)
+    copied = descriptor(q, 64, tiles.pieces), descriptor(k, tiles.BN, tiles.pieces), _values(call, v, tiles.BN)
     bands_b, rows_b = (int(x is not None and x.shape[0] > 1) for x in (lists.bands, lists.row_lo))
     section = section or section_of(p.Tk, p.D, p.G, heads)
     numbers = bands_b, rows_b, n_work, n_tiles, long, heads, p.Hq, p.G, section, Bm, p.Tq, p.Tk
+    tiles = tiles._replace(values=0 if padded(p.Dv) == p.Dv else p.Dv)
     constants = {"TILES": tiles, "NB": lists.bands.shape[1], "num_warps": 4, "maxnreg": 128 if tiles.NC == 1 else None}
     call.run(_forward, (grid,), *copied, array(o), lse, counter, lists, *numbers, _scores_of(call), **constants)
 

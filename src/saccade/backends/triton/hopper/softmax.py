@@ -111,8 +111,11 @@ def _row_layout(D: int) -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
-def finish(o, m, l, block, scores, output):
-    """Store o [64, D] and lse [64] of the rows of a block; a row without keys gets 0 and -inf, or its sink."""
+def finish(o, m, l, block, scores, output, COLUMNS: gl.constexpr):
+    """Store o [64, D] and lse [64] of the rows of a block; a row without keys gets 0 and -inf, or its sink.
+
+    COLUMNS: of o, which are stored; 0 for all.
+    """
     LIFT: gl.constexpr = 0.0 if scores.descale is None else _LIFT
     R: gl.constexpr = m.type.layout
     O: gl.constexpr = o.type.layout
@@ -139,4 +142,7 @@ def finish(o, m, l, block, scores, output):
     columns = gl.arange(0, D, gl.SliceLayout(0, ROWS))
     base = output.o.p + b.to(gl.int64) * output.o.b + h.to(gl.int64) * output.o.h
     at = gl.expand_dims(rows.to(gl.int64) * output.o.t, 1) + gl.expand_dims(columns, 0)
-    gl.store(base + at, o, mask=gl.expand_dims(rows < Tq, 1))
+    stored = gl.expand_dims(rows < Tq, 1)
+    if COLUMNS > 0:
+        stored &= gl.expand_dims(columns < COLUMNS, 0)
+    gl.store(base + at, o, mask=stored)

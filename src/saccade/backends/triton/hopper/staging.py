@@ -10,12 +10,16 @@ import triton
 
 
 class SumTile(NamedTuple):
-    """A tile of the sums of dQ: rows, columns, the number of sums per tile, and the columns taken at a time."""
+    """A tile of the sums of dQ: rows, columns, the number of sums per tile, and the columns taken at a time.
+
+    STORED: the numbers of a row of dQ; further columns are zeros.
+    """
 
     BM: int
     D: int
     KINDS: int
     COLUMNS: int
+    STORED: int
 
 
 @triton.jit
@@ -75,7 +79,10 @@ def convert(sums, dq, scale, sizes, TILE: tl.constexpr, ROWS: tl.constexpr):
             x = tl.reshape(tl.permute(x, (0, 2, 5, 3, 1, 4, 6)), (BM, COLUMNS))
         t, d = m * BM + tl.arange(0, BM), first + tl.arange(0, COLUMNS)
         at = dq.p + b.to(tl.int64) * dq.b + t.to(tl.int64)[:, None] * dq.t + h.to(tl.int64) * dq.h + d[None, :]
-        tl.store(at, (x * scale).to(dq.p.dtype.element_ty), t[:, None] < Tq)
+        stored = t[:, None] < Tq
+        if D > TILE.STORED:
+            stored &= d[None, :] < TILE.STORED
+        tl.store(at, (x * scale).to(dq.p.dtype.element_ty), stored)
 
 
 @triton.jit

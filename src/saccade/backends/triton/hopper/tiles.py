@@ -21,6 +21,7 @@ class Tiles(NamedTuple):
     stages, q_stages: depths of the rings of K and V, and of Q. every: of 8-bit floats, the key tiles whose products the
     tensor cores add, with 13 bits after the point, before their sum is added in float32; 0 for 16-bit floats.
     pieces: arrays in which a row of q or k lies, because the columns of an array are a power of two.
+    values: the numbers of a row of v where its array has more columns, else 0.
     """
 
     BN: int
@@ -29,6 +30,7 @@ class Tiles(NamedTuple):
     q_stages: int
     every: int = 0
     pieces: int = 1
+    values: int = 0
 
     @property
     def BM(self) -> int:
@@ -66,15 +68,20 @@ def tiles_of(dtype: torch.dtype, D: int, grids: Iterable[Grid] = ()) -> Tiles | 
     return None
 
 
-def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Tiles of `rows` rows of x [B, T, H, D], addressed (b, h, t, column); reads beyond T return 0.
+def descriptor(x: torch.Tensor, rows: int, pieces: int = 1) -> TensorDescriptor:
+    """Tiles of `rows` rows of x [B, T, H, D], addressed (b, h, t, column); reads beyond T and D return 0.
 
-    They have all columns, or 64 if D is no power of two.
+    Each of its pieces has 64 columns; a single one has all, padded to a power of two.
     """
     B, T, H, D = x.shape
     b, t, h, _ = (s if n > 1 else D for s, n in zip(x.stride(), x.shape, strict=True))
-    columns = 64 if D & (D - 1) else D
+    columns = 64 if pieces > 1 else padded(D)
     return TensorDescriptor(x, [B, H, T, D], [b, h, t, 1], [1, 1, rows, columns], _layout(x, columns))
+
+
+def padded(D: int) -> int:
+    """The power of two that is at least D."""
+    return 1 << (D - 1).bit_length()
 
 
 def tiled(x: torch.Tensor, tile: list[int]) -> TensorDescriptor:

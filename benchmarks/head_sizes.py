@@ -1,6 +1,6 @@
-"""Times attention with D = 192 and Dv = 128, as in the prefill and the training of latent attention.
+"""Times head sizes that are no power of two, D = 192 with Dv = 128 of latent attention among them, on an NVIDIA GPU.
 
-`python benchmarks/latent_training.py rows.csv [heads ...]`. Rates are TFLOP/s of the allowed pairs; the error of a row
+`python benchmarks/head_sizes.py rows.csv [D,Dv,heads ...]`. Rates are TFLOP/s of the allowed pairs; the error of a row
 is its largest difference from the portable kernels, relative in norm. Peers that are not installed have no rows.
 """
 
@@ -24,21 +24,21 @@ from saccade.cli.bench.machine import gpu_environment
 from saccade.cli.bench.rows import Row, write
 from saccade.testing import forms
 
-T, D, DV = 16384, 192, 128
+T = 16384
+SIZES = (192, 128, 16), (192, 128, 128), (80, 80, 32), (96, 96, 32), (192, 192, 16)
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @contextmanager
 def portable() -> Iterator[None]:
     """Without the kernels for Hopper."""
-    sizes, hopper.SIZES = hopper.SIZES, ()
+    sizes, hopper.SIZES = hopper.SIZES, {}
     try:
+        # recorded calls are dropped before and after
         with forms.using([]):
             yield
     finally:
         hopper.SIZES = sizes
-        with forms.using([]):
-            pass
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -73,15 +73,16 @@ def results(call: Call, verb: str, x: list[Tensor], do: Tensor) -> tuple[Callabl
     return run, list(run())
 
 
-def rows(heads: int, row: Row) -> Iterator[Row]:
-    """Rows of forward and backward with that many heads."""
-    x = [torch.randn(1, T, heads, n, device="cuda", dtype=torch.bfloat16) for n in (D, D, DV)]
+def rows(sizes: tuple[int, int, int], row: Row) -> Iterator[Row]:
+    """Rows of forward and backward with D, Dv and a number of heads."""
+    D, Dv, heads = sizes
+    x = [torch.randn(1, T, heads, n, device="cuda", dtype=torch.bfloat16) for n in (D, D, Dv)]
     do = torch.randn_like(x[2])
     calls: dict[str, Call] = {
         "saccade hopper": ours, "saccade hopper, deterministic=False": partial(ours, deterministic=False),
         "torch cuDNN": cudnn, "flash-attention 4": flash4,
     }  # fmt: skip
-    for verb, products in (("forward", D + DV), ("backward", 3 * D + 2 * DV)):
+    for verb, products in (("forward", D + Dv), ("backward", 3 * D + 2 * Dv)):
         with portable():
             run, exact = results(ours, verb, x, do)
             seconds = {"saccade portable": (timing(by_events(run)), 0.0)}
@@ -97,17 +98,19 @@ def rows(heads: int, row: Row) -> Iterator[Row]:
             seconds[provider] = timing(by_events(run)), far
         work = 2.0 * products * heads * T * (T + 1) / 2
         for provider, (time, far) in seconds.items():
-            line = replace(row, case=f"latent-{verb}-H{heads}", provider=provider, kind=verb, dtype="bfloat16")
-            line = replace(line, shape=f"1x{T}x{T}x{heads}x{heads}x{D}x{DV}", mask="causal()", error=far)
+            line = replace(row, case=f"{verb}-D{D}-{Dv}-H{heads}", provider=provider, kind=verb, dtype="bfloat16")
+            line = replace(line, shape=f"1x{T}x{T}x{heads}x{heads}x{D}x{Dv}", mask="causal()", error=far)
             yield replace(line, rate=work / time.median / 1e12, rate_unit="TFLOP/s", **time._asdict())
 
 
 def main() -> None:
     """Write the rows."""
-    out, *heads = sys.argv[1:]
+    out, *sizes = sys.argv[1:]
     row = Row(*gpu_environment(), "", "", "")
-    write(out, (line for n in heads or (16, 128) for line in rows(int(n), row)))
+    cases = [(int(D), int(Dv), int(heads)) for D, Dv, heads in (words.split(",") for words in sizes)] or SIZES
+    write(out, (line for case in cases for line in rows(case, row)))
 
 
 if __name__ == "__main__":
-    main()
+    with forms.using(["columns of zeros"]):
+        main()
