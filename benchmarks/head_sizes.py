@@ -32,13 +32,13 @@ Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 @contextmanager
 def portable() -> Iterator[None]:
     """Without the kernels for Hopper."""
-    sizes, hopper.SIZES = hopper.SIZES, {}
+    known, hopper.sizes.SIZES = hopper.sizes.SIZES, {}
     try:
         # recorded calls are dropped before and after
         with forms.using([]):
             yield
     finally:
-        hopper.SIZES = sizes
+        hopper.sizes.SIZES = known
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

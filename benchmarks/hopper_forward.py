@@ -67,7 +67,7 @@ def _mask(name: str, T: int) -> mask.Mask | None:
 
 def forms_of(dtype: torch.dtype, D: int) -> list[Tiles]:
     """The forms of the kernel for one dtype and head size, first the one that dense masks get."""
-    return [*known_tiles(dtype, hopper.SIZES[D, values_of(D)]), *(EVERY.get(D, ()) if dtype == SMALL else ())]
+    return [*known_tiles(dtype, hopper.sizes.SIZES[D, values_of(D)]), *(EVERY.get(D, ()) if dtype == SMALL else ())]
 
 
 def prepare(

@@ -82,8 +82,8 @@ biases, ALiBi, sinks and dropout (Philox-4x32-10).
 - **JAX 0.10**: `jit`, `grad` and `vmap` on its CPU arrays, with the options of the table.
 - **Threads**: Saccade has workers of its own, which sleep between calls. A thread that calls with torch tensors
   uses torch's OpenMP team instead, if both have the same number of threads (Linux).
-- **Refused**: DTensor, nested and sparse tensors, forward mode with selected keys or inside `torch.compile`, gradients
-  and tangents of tangents, third derivatives, 8-bit floats.
+- **Refused**: DTensor, nested and sparse tensors, forward mode of recurrences, with selected keys and inside
+  `torch.compile`, gradients and tangents of tangents, third derivatives, 8-bit floats.
 
 ### NVIDIA GPUs, through Triton
 

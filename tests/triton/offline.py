@@ -44,7 +44,6 @@ from saccade.testing.tensors import put
 
 # compiling needs no GPU
 versions.RUN = versions.COMPILED
-hopper.SIZES |= forms.FORMS["columns of zeros"].values["saccade.backends.triton.hopper:SIZES"]
 
 
 class Chip(NamedTuple):
@@ -136,9 +135,10 @@ def of_problem(chip: str, dtype: str, D: int) -> dict[str, Taken]:
     return found
 
 
+@forms.using(["columns of zeros"])
 def of_hopper(mask: str, D: int, dtype: str = "bfloat16", wide: bool = False, Dv: int = 0) -> dict[str, Taken]:
     """The resources of Hopper kernels with a mask; of 8-bit floats only the forward; wide: results in float32."""
-    Dv = Dv or min(values for keys, values in hopper.SIZES if keys == D)
+    Dv = Dv or min(values for keys, values in hopper.sizes.SIZES if keys == D)
     p = Problem(1, 1000, 1000, 4, 2, D, Dv, dtype=dtype, mask=named(mask, 1000), scores=Scores(scale=0.1))
     plan = make_plan(p, limits(p))
     assert not hopper.why_not(p, plan, "sm_90")

@@ -21,6 +21,7 @@ from .. import versions
 from ..chip import upload
 from ..launch import AttentionLaunch
 from ..on_device import Intervals, every_pair, segments
+from . import sizes
 from .band_sets import MAX_BANDS, all_seen, backward_sets, forward_sets
 from .schedule import (
     BackwardSchedule,
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 # a dtype that only these kernels compute, and only in the forward
 EIGHT_BITS = "float8_e4m3fn"
 CHIP = "sm_90"
-# by the sizes of a row of q and k, and of v: the size of the kernel, whose further columns are zeros
-SIZES = {(64, 64): 64, (128, 128): 128, (192, 128): 192, (256, 256): 256}
 DTYPES = ("bfloat16", "float16", EIGHT_BITS)
 # the options of a problem that they compute
 TAKES = {"softcap", "sinks"}
@@ -59,9 +58,9 @@ def why_not(p: Problem, plan: Plan, chip: str) -> list[str]:
         reasons.append(version)
     if p.dtype not in DTYPES:
         reasons.append(f"the dtype is {p.dtype}, and they take {', '.join(DTYPES)}")
-    if (p.D, p.Dv) not in SIZES:
-        sizes = ", ".join(f"{D} and {Dv}" for D, Dv in SIZES)
-        reasons.append(f"head sizes are D = {p.D} and Dv = {p.Dv}, and they take {sizes}")
+    if (p.D, p.Dv) not in sizes.SIZES:
+        known = ", ".join(f"{D} and {Dv}" for D, Dv in sizes.SIZES)
+        reasons.append(f"head sizes are D = {p.D} and Dv = {p.Dv}, and they take {known}")
     if p.scores.scale <= 0:
         reasons.append(f"the scale is {p.scores.scale}, and they need one above 0")
     reasons += [f"they compute no call with {OPTIONS.get(name, name)}" for name in sorted(p.uses - TAKES)]
@@ -90,9 +89,9 @@ def _by_mask(p: Problem, plan: Plan, low: Lowered) -> list[str]:
     if tiles is None:
         from .tiles import known_tiles
 
-        sizes = ", ".join(f"{g.block_q} × {g.block_k}" for g in low.grids)
-        least = known_tiles(_dtype(p), size_of(p))[-1]
-        return [f"the mask has blocks of {sizes}, and they take multiples of {least.BM} × {least.BN}"]
+        blocks = ", ".join(f"{g.block_q} × {g.block_k}" for g in low.grids)
+        least = known_tiles(_dtype(p), sizes.size_of(p))[-1]
+        return [f"the mask has blocks of {blocks}, and they take multiples of {least.BM} × {least.BN}"]
     if (
         len(low.rows) > 1
         or uses[:, ROWS_OUT].any()
@@ -122,12 +121,7 @@ def tiles_for(p: Problem, plan: Plan) -> Tiles | None:
 
     # the part of a mask on the device has intervals and no grids
     masks = plan.parts[0].masks
-    return tiles_of(_dtype(p), size_of(p), masks[0].grids if masks else ())
-
-
-def size_of(p: Problem) -> int:
-    """The head size of the kernel for a problem."""
-    return SIZES[p.D, p.Dv]
+    return tiles_of(_dtype(p), sizes.size_of(p), masks[0].grids if masks else ())
 
 
 def _dtype(p: Problem) -> torch.dtype:
@@ -179,7 +173,7 @@ def backward_schedule(problem: Problem, plan: Plan, device: torch.device) -> Bac
         from .backward import tile_of
 
         part = plan.parts[0]
-        tile = tile_of(size_of(problem), bool(part.masks and part.masks[0].grids))
+        tile = tile_of(sizes.size_of(problem), bool(part.masks and part.masks[0].grids))
         if isinstance(part, Intervals):
             return schedule_of_intervals(part, tile.BN, tile.BM)
         plain = schedule_of_ranges(part.transposed(tile.BN, tile.BM), part.Bm, plan.Tq, tile.BM)

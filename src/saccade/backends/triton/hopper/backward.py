@@ -29,11 +29,11 @@ from ....problem import Problem
 from ..launch import Array, AttentionLaunch, array
 from . import backward_by_columns as by_columns
 from . import backward_by_keys as by_keys
-from . import size_of
 from .backward_pipeline import BackwardPipeline, Config, load
 from .masking import Mask
 from .pipeline import Ring
 from .schedule import BackwardSchedule, ForwardSchedule
+from .sizes import size_of
 from .softmax import Scores
 from .staging import SumTile, convert, prepare
 from .tile_scheduler import KeyBlock
@@ -178,7 +178,7 @@ def backward(
 ) -> None:
     """Compute the gradients of attention into dq, dk, dv.
 
-    call: with q [B, Tq, Hq, D], k [B, Tk, Hk, D], v [B, Tk, Hk, Dv], bfloat16 or float16, of `hopper.SIZES`, as `fits`
+    call: with q [B, Tq, Hq, D], k [B, Tk, Hk, D], v [B, Tk, Hk, Dv], bfloat16 or float16, of `sizes.SIZES`, as `fits`
     allows. schedules: of its plan. rows: do [B, Tq, Hq, Dv]; lse and delta float32 [B, Tq, Hq]. gradients: dq, dk, dv
     like q, k, v, or float32 and contiguous. Without `deterministic`, key tiles add to dQ in any order.
     """
