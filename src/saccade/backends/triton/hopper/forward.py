@@ -287,7 +287,7 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, TIL
             release(pipeline.v, step - 1)
         else:
             release(pipeline.q, piece)
-        finish(o, m, l, block, own, output, TILES.values)
+        finish(o, m, l, block, own, output, TILES.stored)
         piece += 1
         stage = wait_full(pipeline.q, piece)
         b = _read(work.index(8 * stage))
@@ -392,7 +392,7 @@ def forward(
     bands_b, rows_b = (int(x is not None and x.shape[0] > 1) for x in (lists.bands, lists.row_lo))
     section = section or section_of(p.Tk, p.D, p.G, heads)
     numbers = bands_b, rows_b, n_work, n_tiles, long, heads, p.Hq, p.G, section, Bm, p.Tq, p.Tk
-    tiles = tiles._replace(values=0 if padded(p.Dv) == p.Dv else p.Dv)
+    tiles = tiles._replace(stored=0 if padded(p.Dv) == p.Dv else p.Dv)
     constants = {"TILES": tiles, "NB": lists.bands.shape[1], "num_warps": 4, "maxnreg": 128 if tiles.NC == 1 else None}
     call.run(_forward, (grid,), *copied, array(o), lse, counter, lists, *numbers, _scores_of(call), **constants)
 

@@ -21,7 +21,7 @@ class Tiles(NamedTuple):
     stages, q_stages: depths of the rings of K and V, and of Q. every: of 8-bit floats, the key tiles whose products the
     tensor cores add, with 13 bits after the point, before their sum is added in float32; 0 for 16-bit floats.
     pieces: arrays in which a row of q or k lies, because the columns of an array are a power of two.
-    values: the numbers of a row of v where its array has more columns, else 0.
+    stored: the numbers of a row of v where its array has more columns, else 0.
     """
 
     BN: int
@@ -30,7 +30,7 @@ class Tiles(NamedTuple):
     q_stages: int
     every: int = 0
     pieces: int = 1
-    values: int = 0
+    stored: int = 0
 
     @property
     def BM(self) -> int:
