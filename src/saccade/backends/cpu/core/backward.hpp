@@ -224,7 +224,7 @@ struct Backward : RowSums<typename K::sum> {
   // whether the lse of some row has lost the logarithm of its sum
   bool far(const State& it) const {
     for (int64_t r = 0; r < it.s.rows; ++r)
-      if (Sums::absorbs(c, row_at(c, it.s, r))) return true;
+      if (c.absorbs(row_at(c, it.s, r))) return true;
     return false;
   }
 

@@ -125,9 +125,8 @@ void run_decode(Call& c, const Part& part, int threads) {
 
 // whether the lse of some row has lost the logarithm of its sum
 static bool absorbs(const Call& c, int64_t rows) {
-  const double far = number_size(c) == 4 ? 0x1p20 : 0x1p48;
   for (int64_t row = 0; row < rows; ++row)
-    if (__builtin_fabs(c.rows[2 * row]) > far) return true;
+    if (c.absorbs(row)) return true;
   return false;
 }
 

@@ -355,10 +355,7 @@ struct Forward {
     Bump bump{scratch};
     Forward f(c, bump, g.heads * g.tiles);
     f.keys = keys_of(*c.part, x.cls);
-    int64_t n = 0;
-    for (int64_t head = x.chunk * g.heads; head < min64(c.G, (x.chunk + 1) * g.heads); ++head)
-      for (int64_t tile = x.block * g.tiles; tile < (x.block + 1) * g.tiles; ++tile)
-        if (f.items[n].place(c, x, head, tile, f.masks + n)) f.start(f.items[n++]);
+    const int64_t n = g.start_all(c, x, f);
     f.visit(x, f.items, n);
     for (int64_t i = 0; i < n; ++i) f.finish(f.items[i], x);
   }

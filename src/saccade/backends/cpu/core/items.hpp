@@ -30,6 +30,15 @@ struct Grouping {
     x.hk = task % c.Hk, x.b = c.part->entry ? c.part->entry[x.cls] : task / c.Hk;
     return x;
   }
+  // places and starts the tiles of a task, and returns how many there are
+  template <class Pass>
+  int64_t start_all(const Call& c, const TaskIndex& x, Pass& f) const {
+    int64_t n = 0;
+    for (int64_t head = x.chunk * heads; head < min64(c.G, (x.chunk + 1) * heads); ++head)
+      for (int64_t tile = x.block * tiles; tile < (x.block + 1) * tiles; ++tile)
+        if (f.items[n].place(c, x, head, tile, f.masks + n)) f.start(f.items[n++]);
+    return n;
+  }
 };
 
 SACCADE_INLINE Keys keys_of(const Part& p, int64_t cls) { return {p.k_start[cls], p.step, p.nk[cls]}; }

@@ -29,10 +29,6 @@ struct RowSums {
     const double entropy = c.dentropy ? of(c.entropy, at) : 0;
     return static_cast<double>(sum) - dlse(c, at) + (entropy == 0 ? 0 : entropy * dentropy(c, at));
   }
-  // whether lse is so large that it has lost the logarithm of the sum, e.g. if every bias is -1e9
-  static bool absorbs(const Call& c, int64_t at) {
-    return __builtin_fabs(c.rows[2 * at]) > (sizeof(T) == 4 ? 0x1p20 : 0x1p48);
-  }
   // lse and delta that the gradients of one row use; where rows are refined, delta comes from the sums later
   static void row(const Call& c, int64_t at) {
     const T lse = static_cast<const T*>(c.lse)[at];

@@ -253,10 +253,7 @@ struct Tangent {
     Bump bump{scratch};
     Tangent f(c, bump, g.heads * g.tiles);
     f.keys = keys_of(*c.part, x.cls);
-    int64_t n = 0;
-    for (int64_t head = x.chunk * g.heads; head < min64(c.G, (x.chunk + 1) * g.heads); ++head)
-      for (int64_t tile = x.block * g.tiles; tile < (x.block + 1) * g.tiles; ++tile)
-        if (f.items[n].place(c, x, head, tile, f.masks + n)) f.start(f.items[n++]);
+    const int64_t n = g.start_all(c, x, f);
     const auto load = [&](const Array& a, int64_t first, int64_t count, int64_t width) {
       return Span{c, a, x.b, x.hk, f.keys, first, count, width};
     };

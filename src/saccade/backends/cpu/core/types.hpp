@@ -125,6 +125,8 @@ struct Call {
   bool plain() const { return softcap == 0 && !bias.data && !distances.data && !slopes && !gates.data; }
   // whether the pairs are few enough to spend more time on each
   bool few() const { return !range && Tq * Tk <= 64 * 64; }
+  // whether the lse of a row is so large that it has lost the logarithm of the sum, e.g. if every bias is -1e9
+  bool absorbs(int64_t row) const { return __builtin_fabs(rows[2 * row]) > (q.dtype == DType::f64 ? 0x1p48 : 0x1p20); }
   bool wants_more() const { return max || entropy; }
   // numbers of a row's partial result: sums, m, l, and for more results u of forward.hpp and the exact maximum; ordered
   // decode pads the sums to vectors, of at most 16 numbers
