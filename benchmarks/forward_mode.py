@@ -48,7 +48,7 @@ CASES = (
         Case(4096, D, dtype, causal)
         for dtype in (torch.float32, torch.bfloat16)
         for D in (64, 128)
-        for causal in (1, 0)
+        for causal in (True, False)
     ),
     Case(4096, 128, torch.float32, True, "q"),
     Case(4096, 128, torch.float32, True, "v"),
