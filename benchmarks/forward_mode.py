@@ -52,7 +52,7 @@ CASES = (
     ),
     Case(4096, 128, torch.float32, True, "q"),
     Case(4096, 128, torch.float32, True, "v"),
-    Case(131072, 64, torch.bfloat16, True),
+    Case(32768, 64, torch.bfloat16, True),
 )
 
 

@@ -45,8 +45,8 @@ def _launch(call: AttentionLaunch, lse: Tensor, tangents: Inputs, do: Tensor, dl
         k, v = (None if x is None else x.index_select(1, call.order.there) for x in (k, v))
     sums = Sums(array(do), dlse)
     if last:
-        values, rows = call.scratch(*do.shape, like=do), call.scratch(3, *lse.shape, like=lse)
-        sums = sums._replace(values=array(values), rows=rows)
+        weighted, rows = call.scratch(*do.shape, like=do), call.scratch(3, *lse.shape, like=lse)
+        sums = sums._replace(weighted=array(weighted), rows=rows)
     of_q, of_k, of_v = (ZERO if x is None else array(x) for x in (q, k, v))
     moved = Moved(of_q, of_k, of_v, call.linear(extras), sums)
     for n in range(last + 1):

@@ -51,12 +51,12 @@ class Moved(NamedTuple):
 class Sums(NamedTuple):
     """Where results go: do as Array and dlse float32 [B, Tq, Hq].
 
-    With several parts: what one passes on to the next, P V as Array and (m, W, R) as float32 [3, B, Tq, Hq].
+    With several parts: the sums of weights and values as Array and (m, W, R) as float32 [3, B, Tq, Hq], for the next.
     """
 
     do: Any
     dlse: Any
-    values: Any = None
+    weighted: Any = None
     rows: Any = None
 
 
@@ -160,7 +160,7 @@ def _tangent(moved, attention):
     size = tl.cast(place.B, tl.int64) * place.Tq * place.Hq
     if config.ADD:
         acc = load_rows(sums.do, (b, h, t), ok, config.DV, BLOCK_DV)
-        values = load_rows(sums.values, (b, h, t), ok, config.DV, BLOCK_DV)
+        values = load_rows(sums.weighted, (b, h, t), ok, config.DV, BLOCK_DV)
         m = tl.load(sums.rows + at, mask=ok, other=0.0)
         weight = tl.load(sums.rows + size + at, mask=ok, other=0.0)
         r = tl.load(sums.rows + 2 * size + at, mask=ok, other=0.0)
@@ -185,7 +185,7 @@ def _tangent(moved, attention):
         acc = (acc - r[:, None] * values) * share[:, None]
         tl.store(sums.dlse + at, m + r, mask=ok)
     else:
-        store_rows(sums.values, (b, h, t), ok, values, config.DV, BLOCK_DV)
+        store_rows(sums.weighted, (b, h, t), ok, values, config.DV, BLOCK_DV)
         tl.store(sums.rows + at, m, mask=ok)
         tl.store(sums.rows + size + at, weight, mask=ok)
         tl.store(sums.rows + 2 * size + at, r, mask=ok)
