@@ -112,5 +112,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with forms.using(["columns of zeros"]):
-        main()
+    main()

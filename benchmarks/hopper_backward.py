@@ -29,7 +29,6 @@ from saccade.cli.bench.machine import gpu_environment
 from saccade.cli.bench.rows import Row, write
 from saccade.plan import Limits, make_plan
 from saccade.problem import Problem, Scores
-from saccade.testing import forms
 
 
 def prepare(q: Any, k: Any, v: Any, m: Any, **more: Any) -> tuple[Any, Any, Any]:
@@ -206,5 +205,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with forms.using(["columns of zeros"]):
-        main()
+    main()

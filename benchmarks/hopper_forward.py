@@ -33,7 +33,6 @@ from saccade.cli.bench.rows import Row, note, write
 from saccade.mask.forms import Lowered
 from saccade.plan import Limits, make_plan
 from saccade.problem import Problem, Scores
-from saccade.testing import forms
 
 SMALL = torch.float8_e4m3fn
 SIZES = (64, 80, 96, 128, 192, 256)
@@ -289,5 +288,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with forms.using(["columns of zeros"]):
-        main()
+    main()

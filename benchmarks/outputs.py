@@ -45,7 +45,7 @@ def calls(dtype: torch.dtype, D: int, kind: str) -> dict[str, Callable[[], objec
 
 
 def rows(about: Row, dtype: torch.dtype, D: int, kind: str) -> Iterator[Row]:
-    """A row for each set of results; those with more results have the ratio of the medians and the bar in their note."""
+    """A row for each set of results; all but the plain one have the ratio of the medians and the bar in their note."""
     times = in_turn(calls(dtype, D, kind), seconds=6.0)
     row = replace(about, case=f"outputs-{kind}-D{D}-{str(dtype)[6:]}", kind=kind, dtype=str(dtype)[6:])
     for name, time in times.items():

@@ -37,7 +37,7 @@ from saccade.mask import causal, documents, parse, select
 from saccade.plan import make_plan
 from saccade.problem import Problem, Scores
 from saccade.quantised import quantised
-from saccade.testing import diagonal, forms
+from saccade.testing import diagonal
 from saccade.testing import recurrent as recurrences
 from saccade.testing.patterns import named
 from saccade.testing.tensors import put
@@ -135,7 +135,6 @@ def of_problem(chip: str, dtype: str, D: int) -> dict[str, Taken]:
     return found
 
 
-@forms.using(["columns of zeros"])
 def of_hopper(mask: str, D: int, dtype: str = "bfloat16", wide: bool = False, Dv: int = 0) -> dict[str, Taken]:
     """The resources of Hopper kernels with a mask; of 8-bit floats only the forward; wide: results in float32."""
     Dv = Dv or min(values for keys, values in hopper.sizes.SIZES if keys == D)

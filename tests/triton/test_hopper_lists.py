@@ -49,7 +49,7 @@ def test_taken(mask) -> None:
     ("reason", "mask", "more"),
     [
         ("dtype is float32", "causal()", {"dtype": "float32"}),
-        ("D = 80", "causal()", {"D": 80}),
+        ("D = 72", "causal()", {"D": 72}),
         ("Dv = 64", "causal()", {"Dv": 64}),
         ("scale is -0.1", "causal()", {"scale": -0.1}),
         ("no call with a bias", "causal()", {"bias": (1, 1, 777, 777)}),

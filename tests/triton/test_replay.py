@@ -190,9 +190,9 @@ def first_only(*args: Any, **more: Any) -> None:
 
 
 def test_calls_with_one_array_twice_have_their_own_recording(launches) -> None:
-    p = Problem(1, 300, 300, 2, 2, 80, 80, dtype="bfloat16", scores=Scores(scale=0.1), device="cpu")
+    p = Problem(1, 300, 300, 2, 2, 72, 72, dtype="bfloat16", scores=Scores(scale=0.1), device="cpu")
     again = backend.direct(p, make_plan(p, backend.limits(p)), torch.Tensor, False)
-    q, k, v = (torch.randn(1, 300, 2, 80).bfloat16() for _ in range(3))
+    q, k, v = (torch.randn(1, 300, 2, 72).bfloat16() for _ in range(3))
     again(1, q, q, q, True)
     for _ in range(2):
         launches.clear()

@@ -24,7 +24,6 @@ class Form(NamedTuple):
 # no name contains a comma
 FORMS = {
     "every Triton": Form({f"{TRITON}.versions:RUN": ("3.6", "3.7", "3.8", "3.9")}),
-    "columns of zeros": Form({f"{TRITON}.hopper.sizes:SIZES": {(80, 80): 128, (96, 96): 128, (192, 192): 256}}),
 }
 
 
