@@ -137,6 +137,12 @@ struct Coded : Plain<T> {
   SACCADE_INLINE vec<T> load_a(const uint8_t* p) { return numbers<T, CODE>(p, HIGH); }
 };
 
+// a product in float32 whose left side is bf16
+struct Widened : Plain<float> {
+  using left = uint16_t;
+  SACCADE_INLINE vec<float> load_a(const uint16_t* p) { return widen_bf16(p); }
+};
+
 // whether a row of n numbers has one scale and consists of whole vectors
 template <class T>
 SACCADE_INLINE bool whole_rows(const Array& a, int64_t n) {

@@ -1,6 +1,7 @@
 // Decode: few query rows against many keys. Each key is read once for all query heads of its group. A task owns one
 // chunk of keys and writes (sum of p v, m, l) per row; if there are several chunks, a second pass merges them in order.
 #pragma once
+#include "decode_merge.hpp"
 #include "items.hpp"
 
 namespace saccade::SACCADE_ISA {
@@ -46,6 +47,8 @@ struct Decode {
   T *acc = nullptr, *m = nullptr, *l = nullptr, *u = nullptr;
   Head* heads;
   TileMask<T>* masks;
+  Ahead ahead{nullptr, 0};  // the next piece, which the products of this one fetch
+  int64_t coming = 0;       // its bytes
 
   Decode(const Call& call, Bump& bump)
       : c(call),
@@ -54,20 +57,21 @@ struct Decode {
         ldv(round_up(call.Dv, N)),
         n_heads(decode_heads(call)),
         all{0, 1, call.Tk} {
-    s = bump.take<T>(rows * TILE_K + N);
+    const int64_t lanes = round_up(rows, N);
+    s = bump.take<T>(lanes * TILE_K + N);
     kt = bump.take<T>(PIECE * ld);
     vt = bump.take<T>(PIECE * ldv);
     transposed = bump.take<T>(TILE_K * TILE_Q);
-    if (PAIRS) weights = bump.take<typename K::num>(rows * PIECE / 2);
+    if (PAIRS) weights = bump.take<typename K::num>(lanes * PIECE / 2);
     heads = bump.take<Head>(n_heads);
     masks = bump.take<TileMask<T>>(n_heads * c.G);
     for (int64_t i = 0; i < n_heads; ++i) {
       Head h;
       h.q = bump.take<T>(rows * ld);
       h.acc = bump.take<T>(rows * ldv);
-      h.m = bump.take<T>(rows);
-      h.l = bump.take<T>(rows);
-      h.u = bump.take<T>(rows);
+      h.m = bump.take<T>(lanes);
+      h.l = bump.take<T>(lanes);
+      h.u = bump.take<T>(lanes);
       h.scorer = bump.take<Scorer<T>>(c.G);
       if (bump.base) heads[i] = h;
     }
@@ -134,10 +138,16 @@ struct Decode {
 
   template <class X>
   void dots(X k, int64_t n, int64_t stride) {
+    constexpr int MOST = N < 4 ? N : 4;
     int64_t row = 0;
-    constexpr int R = N < 4 ? N : 4;
-    for (; row + R <= rows; row += R) dots_of<R>(row, n, k, stride);
-    for (; row < rows; ++row) dots_of<1>(row, n, k, stride);
+    Alone alone;
+    // the products of the first rows fetch the next piece
+    const auto some = [&]<int R>() {
+      row == 0 && ahead.bytes ? dots_of<R>(row, n, k, stride, ahead) : dots_of<R>(row, n, k, stride, alone);
+      row += R;
+    };
+    while (row + MOST <= rows) some.template operator()<MOST>();
+    while (row < rows) some.template operator()<1>();
   }
   SACCADE_INLINE vec<T> wide(const T* p, int64_t d) { return load(p + d); }
   SACCADE_INLINE vec<float> wide(const uint16_t* p, int64_t d) {
@@ -162,9 +172,10 @@ struct Decode {
   }
 
   // R rows against N / R keys at a time: N sums, reduced together
-  template <int R, class X>
-  void dots_of(int64_t row, int64_t n, X k, int64_t stride) {
+  template <int R, class X, class Side>
+  void dots_of(int64_t row, int64_t n, X k, int64_t stride, Side& side) {
     constexpr int KEYS = N / R;
+    Side also = side;
     for (int64_t j = 0; j < n; j += KEYS) {
       vec<T> a[N];
       X at[KEYS];
@@ -179,6 +190,7 @@ struct Decode {
 #pragma GCC unroll 16
         for (int i = 0; i < KEYS; ++i) {
           const vec<T> x = wide(at[i], d);
+          also.step();
 #pragma GCC unroll 4
           for (int r = 0; r < R; ++r) a[r * KEYS + i] = K::mul_add(x, w[r], a[r * KEYS + i]);
         }
@@ -188,6 +200,7 @@ struct Decode {
       for (int r = 0; r < R; ++r)
         for (int i = 0; i < KEYS; ++i) s[(row + r) * TILE_K + j + i] = sums[r * KEYS + i];
     }
+    side = also;
   }
 
   // mask, bias and dropout work on tiles with queries as lanes: transpose, apply, transpose back
@@ -244,32 +257,40 @@ struct Decode {
     bool finite = true;
     int64_t stride = 0;
     const bool check = partial || x[0].masked_by_bias();
-    if constexpr (PAIRS)
+    if constexpr (PAIRS) {
+      // for few rows, widening values costs less than pairing them
+      const auto* v = reinterpret_cast<const uint16_t*>(c.v.data) + key_offset(c, c.v, h.b, h.hk, first);
+      if (!check && rows <= FEW && together(first, n)) return add_in_place<Widened>(v, c.Dv, n, acc);
       if (!check) return values_paired(h, first, n);
+    }
     if constexpr (!PAIRS)
       if (!check && rows <= FEW && whole_rows<T>(c.v, c.Dv) && together(first, n)) return coded_values(h, first, n);
     const T* v = values(h.b, h.hk, first, n, &stride, check, &finite);
     if (finite || !check)
       mm<Plain<T>>(rows, ldv, n, v, stride, s, TILE_K, 1, acc, ldv, true);
     else
-      values_one_by_one(x, first, n, partial);
+      values_one_by_one(x, first, n, partial, s, TILE_K, 1);
   }
 
   // products with undecoded values; the scale of a value's row multiplies its weights
   void coded_values(const Head& h, int64_t first, int64_t n) {
     const uint8_t* v = reinterpret_cast<const uint8_t*>(c.v.data) + key_offset(c, c.v, h.b, h.hk, first);
     scale_columns(c.v, h.b, h.hk, first, n);
-    if (c.v.code == Code::i8) return add_coded<Coded<T, Code::i8>>(v, c.Dv, n, acc);
-    if (c.v.code == Code::f8) return add_coded<Coded<T, Code::f8>>(v, c.Dv, n, acc);
-    add_coded<Coded<T, Code::i4, false>>(v, c.Dv / 2, n, acc);
-    add_coded<Coded<T, Code::i4, true>>(v, c.Dv / 2, n, acc + c.Dv / 2);
+    if (c.v.code == Code::i8) return add_in_place<Coded<T, Code::i8>>(v, c.Dv, n, acc);
+    if (c.v.code == Code::f8) return add_in_place<Coded<T, Code::f8>>(v, c.Dv, n, acc);
+    add_in_place<Coded<T, Code::i4, false>>(v, c.Dv / 2, n, acc);
+    add_in_place<Coded<T, Code::i4, true>>(v, c.Dv / 2, n, acc + c.Dv / 2);
   }
   template <class Left>
-  void add_coded(const uint8_t* v, int64_t width, int64_t n, T* to) {
+  void add_in_place(const typename Left::left* v, int64_t width, int64_t n, T* to) {
     int64_t w = 0;
-    for (; w + MAX_NV * N <= width; w += MAX_NV * N)
-      micro_tail<Left, FEW, MAX_NV>(rows, n, v + w, c.v.stride[1], s, TILE_K, 1, to + w, ldv, true);
-    for (; w < width; w += N) micro_tail<Left, FEW, 1>(rows, n, v + w, c.v.stride[1], s, TILE_K, 1, to + w, ldv, true);
+    Alone alone;
+    const auto add = [&]<int NV>() {
+      for (; w + NV * N <= width; w += NV * N)
+        micro_tail<Left, FEW, NV>(rows, n, v + w, c.v.stride[1], s, TILE_K, 1, to + w, ldv, true, alone);
+    };
+    add.template operator()<MAX_NV>();
+    add.template operator()<1>();
   }
 
   void values_paired(const Head& h, int64_t first, int64_t n) {
@@ -279,14 +300,15 @@ struct Decode {
     mm<K>(rows, ldv, Store<K>::depth(n), reinterpret_cast<num*>(vt), ldv, weights, PIECE / 2, 1, acc, ldv, true);
   }
 
-  void values_one_by_one(Scorer<T>* x, int64_t first, int64_t n, bool partial) {
+  // weight of row r and key j: p[r * row + j * key]
+  void values_one_by_one(Scorer<T>* x, int64_t first, int64_t n, bool partial, const T* p, int64_t row, int64_t key) {
     for (int64_t g = 0; g < c.G; ++g)
       for (int64_t j = 0; j < n; ++j)
         for (int64_t t = 0; t < c.Tq; ++t) {
           if (partial) x[g].prepare();
           if (!x[g].allowed(static_cast<int>(t / N * N), first + j, partial)[t % N]) continue;
           const int64_t r = g * c.Tq + t;
-          for (int64_t d = 0; d < c.Dv; ++d) acc[r * ldv + d] += s[r * TILE_K + j] * vt[j * ldv + d];
+          for (int64_t d = 0; d < c.Dv; ++d) acc[r * ldv + d] += p[r * row + j * key] * vt[j * ldv + d];
         }
   }
 
@@ -297,14 +319,25 @@ struct Decode {
   }
   static int64_t tasks(const Call& c) { return c.B * c.Hk / decode_heads(c) * c.n_chunks; }
 
-  Item<T> start(Head& h, int64_t b, int64_t hk, TileMask<T>* mask) {
+  // places the tiles of a key head and loads its rows of q, `padded` of them
+  Item<T> place(Head& h, int64_t b, int64_t hk, int64_t cls, TileMask<T>* mask, T* out, int64_t padded) {
     Item<T> it;
     h.b = b, h.hk = hk;
     for (int64_t g = 0; g < c.G; ++g) {
-      it.place(c, TaskIndex{b, hk, 0, 0, 0}, g, 0, mask + g);
+      it.place(c, TaskIndex{b, hk, cls, 0, 0}, g, 0, mask + g);
       h.scorer[g] = it.s;
-      load_queries(c.q, {b, hk * c.G + g, 0, 1, c.Tq}, c.Tq, c.D, h.q + g * c.Tq * ld, ld);
+      load_queries(c.q, {b, hk * c.G + g, 0, 1, c.Tq}, c.Tq, c.D, out + g * c.Tq * ld, ld);
     }
+    for (int64_t i = rows * ld; i < padded * ld; ++i) out[i] = T(0);
+    return it;
+  }
+  void start_sums(const Head& h) {
+    for (int64_t i = 0; i < rows * ldv; ++i) h.acc[i] = T(0);
+    for (int64_t r = 0; r < round_up(rows, N); ++r) h.m[r] = Low<T>::start, h.l[r] = h.u[r] = T(0);
+  }
+
+  Item<T> start(Head& h, int64_t b, int64_t hk, TileMask<T>* mask) {
+    const Item<T> it = place(h, b, hk, 0, mask, h.q, rows);
     const double factor = c.scale * (it.s.plain() ? LOG2E<double> : 1);
     if constexpr (PAIRS) {
       pre = static_cast<T>(factor);
@@ -313,25 +346,51 @@ struct Decode {
     } else {
       for (int64_t i = 0; i < rows * ld; ++i) h.q[i] = static_cast<T>(static_cast<double>(h.q[i]) * factor);
     }
-    for (int64_t i = 0; i < rows * ldv; ++i) h.acc[i] = T(0);
-    for (int64_t r = 0; r < rows; ++r) h.m[r] = Low<T>::start, h.l[r] = h.u[r] = T(0);
+    start_sums(h);
     return it;
   }
 
+  // how many of the keys from k on, at most to `last`, are one piece
+  int64_t piece(int64_t k, int64_t last) const {
+    const int64_t n = min64(PIECE, last - k);
+    // a piece inside one page is read in place; smaller pages are gathered
+    return c.block_table && c.page_size >= PIECE / 2 ? min64(n, c.page_size - k % c.page_size) : n;
+  }
+
+  // whether values are the first numbers of the keys, in memory that is read once
+  bool shared() const {
+    const auto same = [&](int i) { return c.k.stride[i] == c.v.stride[i]; };
+    return n_heads == 1 && c.k.data == c.v.data && c.k.unit() == c.v.unit() && same(0) && same(1) && same(2);
+  }
+
   // computes keys [begin, end) that rows see, for some heads
-  void visit(const Item<T>& it, int64_t begin, int64_t end, const Head* some, int64_t n_some) {
+  template <class F>
+  static void visit(F& f, const Item<T>& it, int64_t begin, int64_t end, const Head* some, int64_t n_some) {
+    const Call& c = f.c;
+    const bool shared = f.shared();
     for (const int32_t* seg = it.seg; seg < it.seg_end; seg += 3) {
       const int64_t last = min64(seg[1], end);
+      bool fetched = false;
       for (int64_t k = max64(seg[0], begin), n, pieces = 0; k < last; k += n, ++pieces) {
         if (pieces % 64 == 63) check_stop();
-        n = min64(PIECE, last - k);
-        // a piece inside one page is read in place; smaller pages are gathered
-        if (c.block_table && c.page_size >= PIECE / 2) n = min64(n, c.page_size - k % c.page_size);
-        touch(c.k, heads[0], k, n, c.D);
-        touch(c.v, heads[0], k, n, c.Dv);
-        for (int64_t i = 0; i < n_some; ++i) step(some[i], k, n, seg[2] == PARTIAL);
+        n = f.piece(k, last);
+        if (!fetched) f.touch(c.k, f.heads[0], k, n, c.D);
+        if (!shared) f.touch(c.v, f.heads[0], k, n, c.Dv);
+        // after the last piece, the first of the task that this thread will probably take next
+        fetched = shared && f.fetch(f.heads[0], k + n < last ? k + n : begin + c.threads * c.split_keys, seg[1]);
+        for (int64_t i = 0; i < n_some; ++i) f.step(some[i], k, n, seg[2] == PARTIAL);
       }
     }
+  }
+
+  // lets the products of a step fetch the piece from key k on; false if there is none, or if it is in several pages
+  bool fetch(const Head& h, int64_t k, int64_t last) {
+    const int64_t n = k < last ? piece(k, last) : 0, size = c.k.unit();
+    ahead = {reinterpret_cast<const char*>(s), 0}, coming = 0;
+    if (n == 0 || !together(k, n)) return false;
+    ahead = {c.k.data + key_offset(c, c.k, h.b, h.hk, k) * size, 64};
+    coming = n * c.k.stride[1] * size;
+    return true;
   }
 
   // Writes a head's partial results: rows of [Dv] sums, then m, l and what the entropy needs. True when all sums are finite. In the second
@@ -359,92 +418,31 @@ struct Decode {
     for (int64_t i = 0; i < rows * ldv; ++i) h.acc[i] = T(0);
   }
 
-  static void task(const Call& c, int64_t task, char* scratch) {
+  static void task(const Call& c, int64_t task, char* scratch) { run<Decode>(c, task, scratch); }
+  template <class F>
+  static void run(const Call& c, int64_t task, char* scratch) {
     Bump bump{scratch};
-    Decode f(c, bump);
+    F f(c, bump);
     const int64_t groups = c.Hk / f.n_heads;
     const int64_t chunk = task % c.n_chunks, first_head = task / c.n_chunks % groups * f.n_heads,
                   b = task / c.n_chunks / groups;
     Item<T> it;
     for (int64_t i = 0; i < f.n_heads; ++i) it = f.start(f.heads[i], b, first_head + i, f.masks + i * c.G);
     const int64_t begin = chunk * c.split_keys, end = begin + c.split_keys;
-    f.visit(it, begin, end, f.heads, f.n_heads);
+    visit(f, it, begin, end, f.heads, f.n_heads);
     for (int64_t i = 0; i < f.n_heads; ++i) {
       const int64_t at = (b * c.Hk + first_head + i) * c.n_chunks + chunk;
       T* out = static_cast<T*>(c.partial) + at * f.rows * c.partial_width();
       if (!f.store_sums(f.heads[i], out, false)) {
         f.start_again(f.heads[i]);
-        f.visit(it, begin, end, f.heads + i, 1);
+        visit(f, it, begin, end, f.heads + i, 1);
         f.store_sums(f.heads[i], out, true);
       }
       if (c.n_chunks == 1) combine(c, b * c.Hk + first_head + i);
     }
   }
 
-  // merges the chunks of one (batch, key head) in ascending order, then the sink
-  static void combine(const Call& c, int64_t task) {
-    const int64_t rows = c.G * c.Tq, hk = task % c.Hk, b = task / c.Hk, width = c.partial_width();
-    const T* part = static_cast<const T*>(c.partial) + task * c.n_chunks * rows * width;
-    T row[1024], other[1024];
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t h = hk * c.G + r / c.Tq, t = r % c.Tq;
-      T top = Low<T>::start, sum = 0;
-      for (int64_t n = 0; n < c.n_chunks; ++n) top = vmax_scalar(part[(n * rows + r) * width + c.Dv], top);
-      for (int64_t d = 0; d < c.Dv; ++d) row[d] = T(0);
-      for (int64_t n = 0; n < c.n_chunks; ++n) {
-        const T* p = part + (n * rows + r) * width;
-        if (p[c.Dv + 1] == T(0)) continue;
-        const T w = static_cast<T>(__builtin_exp2(p[c.Dv] - top));
-        sum += p[c.Dv + 1] * w;
-        for (int64_t d = 0; d < c.Dv; ++d) row[d] += p[d] * w;
-      }
-      double lse = -__builtin_inf(), scale = 0;
-      const int64_t at = (b * c.Tq + t) * c.Hq + h;
-      if (sum != T(0)) {
-        lse = from_log2<T>(c, static_cast<double>(top) + __builtin_log2(static_cast<double>(sum)));
-        scale = 1 / static_cast<double>(sum);
-      }
-      const double mine = lse;
-      if (c.sinks) {
-        lse = log_add(mine, c.sinks[h]);
-        if (sum != T(0)) scale *= __builtin_exp(mine - lse);
-      }
-      if (c.wants_more()) combine_more(c, part + r * width, rows * width, at, top, sum, mine, lse);
-      for (int64_t d = 0; d < c.Dv; ++d) row[d] *= static_cast<T>(scale);
-      if (!all_finite(row, c.Dv)) {
-        // the merged sums of all chunks may have overflowed
-        for (int64_t d = 0; d < c.Dv; ++d) other[d] = T(0);
-        for (int64_t n = 0; n < c.n_chunks; ++n) {
-          const T* p = part + (n * rows + r) * width;
-          const T w = p[c.Dv + 1] == T(0) ? T(0) : static_cast<T>(__builtin_exp2(p[c.Dv] - top) * scale);
-          for (int64_t d = 0; w != T(0) && d < c.Dv; ++d) other[d] += p[d] * w;
-        }
-        if (all_finite(other, c.Dv)) __builtin_memcpy(row, other, static_cast<size_t>(c.Dv) * sizeof(T));
-      }
-      static_cast<T*>(c.lse)[at] = static_cast<T>(lse);
-      write_row(c.o, b * c.o.stride[0] + t * c.o.stride[1] + h * c.o.stride[2], c.Dv, row);
-    }
-  }
-  // the maximum and the entropy of row `at`; `sum` is that of its weights relative to 2^top, `mine` the lse of its keys
-  [[gnu::noinline]] static void combine_more(const Call& c, const T* part, int64_t step, int64_t at, T top, T sum,
-                                             double mine, double total) {
-    double best = -__builtin_inf(), u = 0;
-    for (int64_t n = 0; n < c.n_chunks; ++n, part += step) {
-      const double l = static_cast<double>(part[c.Dv + 1]),
-                   rise = static_cast<double>(part[c.Dv]) - static_cast<double>(top);
-      if (l == 0) continue;
-      best = part[c.Dv + 3] > best ? static_cast<double>(part[c.Dv + 3]) : best;
-      u += (static_cast<double>(part[c.Dv + 2]) + l * rise) * __builtin_exp2(rise);
-    }
-    const double whole = static_cast<double>(sum);
-    // NaN where lse is
-    if (c.max) static_cast<T*>(c.max)[at] = static_cast<T>(from_log2<T>(c, best) + whole * 0);
-    if (!c.entropy) return;
-    double entropy = entropy_share(mine, LN2<double> * (__builtin_log2(whole) - u / whole), total);
-    if (c.sinks) entropy += entropy_share(c.sinks[at % c.Hq], 0, total);
-    static_cast<T*>(c.entropy)[at] = static_cast<T>(entropy);
-  }
-  static T vmax_scalar(T a, T b) { return a > b ? a : b; }
+  static void combine(const Call& c, int64_t task) { Merge<T>::combine(c, task); }
 };
 
 }  // namespace saccade::SACCADE_ISA

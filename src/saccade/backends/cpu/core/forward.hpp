@@ -115,7 +115,6 @@ struct Forward {
     // pairs of bf16 must start at an even key: an odd start includes the key before it, with weight zero
     const int64_t odd = Store<K>::per == 2 ? at & 1 : 0, width = it.s.width;
     if (c.range && first / c.range != it.range) fold(it), it.range = first / c.range;
-    if (c.selection.lists) prefetch(it.ot, ldv * width);
     mm<K>(n, width, Store<K>::depth(c.D), it.qt, width, k_rows + at * k_step, k_step, 1, s + odd * width, width, false,
           c.chain());
     T* scores = s + odd * width;

@@ -3,7 +3,7 @@
 
 #include "append.hpp"
 #include "bias.hpp"
-#include "decode.hpp"
+#include "decode_wide.hpp"
 #include "forward.hpp"
 #include "ordered.hpp"
 #include "tangent.hpp"
@@ -47,7 +47,12 @@ auto by_decode(const Call& c, F f) {
   // whether pairs of keys can be read in place, by whole vectors
   const bool may_pair = c.D % 32 == 0 && c.Dv % 16 == 0;
   return by_kind(
-      c, [&](auto* k) { return f(static_cast<Decode<std::remove_pointer_t<decltype(k)>>*>(nullptr)); }, may_pair);
+      c,
+      [&](auto* k) {
+        using K = std::remove_pointer_t<decltype(k)>;
+        return WideDecode<K>::suits(c) ? f(static_cast<WideDecode<K>*>(nullptr)) : f(static_cast<Decode<K>*>(nullptr));
+      },
+      may_pair);
 }
 int64_t decode_tasks(const Call& c) {
   return by_decode(c, [&](auto* k) { return std::remove_pointer_t<decltype(k)>::tasks(c); });

@@ -30,21 +30,14 @@ struct Ordered : Decode<K, TILE_K> {
   }
 
   Item<T> start(Head& h, int64_t b, int64_t hk, int64_t cls, Num* q, TileMask<T>* mask) {
-    Item<T> it;
-    h.b = b, h.hk = hk, h.q = reinterpret_cast<T*>(q);
-    for (int64_t i = 0; i < width * ld; ++i) loaded[i] = T(0);
-    for (int64_t g = 0; g < c.G; ++g) {
-      it.place(c, TaskIndex{b, hk, cls, 0, 0}, g, 0, mask + g);
-      h.scorer[g] = it.s;
-      load_queries(c.q, {b, hk * c.G + g, 0, 1, c.Tq}, c.Tq, c.D, loaded + g * c.Tq * ld, ld);
-    }
+    h.q = reinterpret_cast<T*>(q);
+    const Item<T> it = Base::place(h, b, hk, cls, mask, loaded, width);
     const double pre = c.scale * (it.s.plain() ? LOG2E<double> : 1);
     mul = S::per == 1 ? T(1) : static_cast<T>(pre);
     for (int64_t i = 0; i < width * deep; ++i) in_lanes[i] = Num(0);
     S::turn(loaded, ld, width, c.D, pre, q_lanes, in_lanes);
     transpose(deep, width, reinterpret_cast<T*>(in_lanes), width, h.q, deep);
-    for (int64_t i = 0; i < rows * ldv; ++i) h.acc[i] = T(0);
-    for (int64_t r = 0; r < rows; ++r) h.m[r] = Low<T>::start, h.l[r] = T(0);
+    Base::start_sums(h);
     return it;
   }
 
@@ -83,7 +76,7 @@ struct Ordered : Decode<K, TILE_K> {
     for (int64_t j = 0; j < padded; j += N) top = vmax<T>(top, load(p + j));
     T best = top[0];
     for (int i = 1; i < N; ++i) best = top[i] > best ? top[i] : best;
-    best = Base::vmax_scalar(best * mul, m[r]);
+    best = Merge<T>::vmax_scalar(best * mul, m[r]);
     const T fix = exp2v(splat(m[r] - best))[0];
     for (int64_t j = 0; j < padded; j += N) store(p + j, exp2v(load(p + j) * mul - splat(best)));
     T sum = T(0);
@@ -179,7 +172,7 @@ struct Ordered : Decode<K, TILE_K> {
       T m = Low<T>::start, l = 0;
       for (int64_t d = 0; d < ldv; ++d) whole[d] = T(0);
       for (int64_t n = 0; n < c.n_chunks; ++n) {
-        const T *sums = part + (n * rows + r) * size, top = Base::vmax_scalar(m, sums[ldv]);
+        const T *sums = part + (n * rows + r) * size, top = Merge<T>::vmax_scalar(m, sums[ldv]);
         const vec<T> of_whole = exp2v(splat(m - top)), of_range = exp2v(splat(sums[ldv] - top));
         m = top, l = folded<T>(splat(l), of_whole, splat(sums[ldv + 1]), of_range)[0];
         for (int64_t d = 0; d < ldv; d += N)

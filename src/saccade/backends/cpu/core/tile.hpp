@@ -34,12 +34,6 @@ SACCADE_INLINE int64_t key_offset(const Call& c, const Array& a, int64_t b, int6
   return key_offset(c, a.stride, b, hk, j);
 }
 
-// prefetches n numbers that a step needs later
-template <class T>
-SACCADE_INLINE void prefetch(const T* p, int64_t n) {
-  for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(p + i, 0, 2);
-}
-
 // prefetches the row that the next tile needs: the keys of one head are too far apart for a hardware prefetcher
 SACCADE_INLINE void prefetch_row(const Array& a, int64_t at, int64_t width) {
   const char* p = a.data + at * a.unit();
