@@ -150,7 +150,7 @@ def test_devices_names_what_triton_kernels_have_not_run_on() -> None:
 @pytest.mark.parametrize(("device", "status"), [("a100", "sm_80: compiled, not run; to report"), ("h200", "sm_90\n")])
 def test_explain_says_whether_a_chip_has_run(device: str, status: str) -> None:
     pytest.importorskip("triton")
-    assert f"chip            {status}" in call("explain", "--q", "1x64x2x80", "--device", device)
+    assert f"chip            {status}" in call("explain", "--q", "1x64x2x72", "--device", device)
 
 
 def test_devices_imports_no_torch_where_there_is_no_gpu() -> None:
