@@ -6,18 +6,6 @@
 
 namespace saccade::SACCADE_ISA {
 
-// the sum of a vector's lanes
-template <class T>
-SACCADE_INLINE T add_lanes(vec<T> x) {
-  ivec<T> swap;
-#pragma GCC unroll 4
-  for (int n = lanes<T> / 2; n; n /= 2) {
-    for (int l = 0; l < lanes<T>; ++l) swap[l] = l ^ n;
-    x += __builtin_shuffle(x, swap);
-  }
-  return x[0];
-}
-
 // How many key heads a task computes. All of them if the heads of a position are adjacent, since memory is then read in
 // one stream. Otherwise one head, whose positions are adjacent.
 SACCADE_INLINE int64_t decode_heads(const Call& c) { return c.k.stride[2] < c.k.stride[1] ? c.Hk : 1; }
@@ -30,25 +18,21 @@ struct Decode {
   static constexpr int64_t PIECE = STEP;  // keys of one step: with all their heads they fit the L2 cache
   static constexpr int FEW = 4;           // up to this many rows, each product decodes the codes again
 
-  // one key head: rows are the query heads of its group times Tq
-  struct Head {
-    T *q, *acc, *m, *l, *u;
-    Scorer<T>* scorer;  // [G]
-    int64_t b, hk;
-  };
+  using Head = DecodeHead<T>;
 
   const Call& c;
   int64_t rows, ld, ldv, n_heads;
   Keys all;
   T pre = T(1);  // the factor of the products, unless q was multiplied by it
   T *s, *kt, *vt, *transposed;
+  int64_t s_row = TILE_K, s_key = 1;  // how far apart the scores of neighbouring rows and keys are
   typename K::num* weights;
   const T* q = nullptr;
   T *acc = nullptr, *m = nullptr, *l = nullptr, *u = nullptr;
   Head* heads;
   TileMask<T>* masks;
-  Ahead ahead{nullptr, 0};  // the next piece, which the products of this one fetch
-  int64_t coming = 0;       // its bytes
+  Ahead ahead;         // the next piece, which the products of this one fetch
+  int64_t coming = 0;  // its bytes
 
   Decode(const Call& call, Bump& bump)
       : c(call),
@@ -83,49 +67,60 @@ struct Decode {
   }
 
   // values in the compute type; not copied if they already have it and no check is needed
-  const T* values(int64_t b, int64_t hk, int64_t first, int64_t n, int64_t* stride, bool check, bool* finite) {
+  const T* values(const Head& h, int64_t first, int64_t n, int64_t* stride, bool check, bool* finite) {
     const bool same = c.v.dtype == (sizeof(T) == 4 ? DType::f32 : DType::f64);
     if (same && together(first, n) && !check && c.Dv == ldv) {
       *stride = c.v.stride[1];
-      return reinterpret_cast<const T*>(c.v.data) + key_offset(c, c.v, b, hk, first);
+      return reinterpret_cast<const T*>(c.v.data) + key_offset(c, c.v, h.b, h.hk, first);
     }
-    *finite = load_rows({c, c.v, b, hk, all, first, n, c.Dv, false}, vt, ldv, check);
+    const bool here = load_rows({c, c.v, h.b, h.hk, all, first, n, c.Dv, false}, vt, ldv, check);
+    if (check) *finite = here;
     *stride = ldv;
     return vt;
   }
 
+  // keys as products read them, in place; null if they have another dtype or are in several pages
+  const typename K::num* in_place(const Head& h, int64_t first, int64_t n, int64_t* stride) const {
+    const Array& a = c.k;
+    const bool same = PAIRS ? a.stride[1] % 2 == 0 : a.dtype == (sizeof(T) == 4 ? DType::f32 : DType::f64);
+    if (!same || !together(first, n)) return nullptr;
+    *stride = a.stride[1] / Store<K>::per;
+    return reinterpret_cast<const typename K::num*>(a.data + key_offset(c, a, h.b, h.hk, first) * a.unit());
+  }
+
   // keys are read in place where vector loads support their dtype
-  void scores(int64_t b, int64_t hk, int64_t first, int64_t n) {
+  void scores(const Head& h, int64_t first, int64_t n) {
     if constexpr (PAIRS) {
-      const uint16_t* k = reinterpret_cast<const uint16_t*>(c.k.data) + key_offset(c, c.k, b, hk, first);
+      const uint16_t* k = reinterpret_cast<const uint16_t*>(c.k.data) + key_offset(c, c.k, h.b, h.hk, first);
       if (together(first, n)) return dots(k, n, c.k.stride[1]);
-      Store<K>::load_deep({c, c.k, b, hk, all, first, n, c.D, false}, reinterpret_cast<typename K::num*>(kt), false);
+      Store<K>::load_deep({c, c.k, h.b, h.hk, all, first, n, c.D, false}, reinterpret_cast<typename K::num*>(kt),
+                          false);
       dots(reinterpret_cast<const uint16_t*>(kt), n, c.D);
     } else {
       const bool same = c.k.dtype == (sizeof(T) == 4 ? DType::f32 : DType::f64);
       const bool half = sizeof(T) == 4 && c.k.dtype == DType::bf16;
       if ((same || half) && together(first, n) && c.D == ld) {
         const Array& a = c.k;
-        const int64_t at = key_offset(c, a, b, hk, first);
+        const int64_t at = key_offset(c, a, h.b, h.hk, first);
         if (same) return dots(reinterpret_cast<const T*>(a.data) + at, n, a.stride[1]);
         if constexpr (sizeof(T) == 4) return dots(reinterpret_cast<const uint16_t*>(a.data) + at, n, a.stride[1]);
       }
-      if (rows <= FEW && whole_rows<T>(c.k, c.D) && together(first, n)) return coded_scores(b, hk, first, n);
-      load_rows({c, c.k, b, hk, all, first, n, c.D, false}, kt, ld, false);
+      if (rows <= FEW && whole_rows<T>(c.k, c.D) && together(first, n)) return coded_scores(h, first, n);
+      load_rows({c, c.k, h.b, h.hk, all, first, n, c.D, false}, kt, ld, false);
       dots(static_cast<const T*>(kt), n, ld);
     }
   }
 
   // products with undecoded codes; the scale of a key's row multiplies its score
-  void coded_scores(int64_t b, int64_t hk, int64_t first, int64_t n) {
-    const uint8_t* k = reinterpret_cast<const uint8_t*>(c.k.data) + key_offset(c, c.k, b, hk, first);
+  void coded_scores(const Head& h, int64_t first, int64_t n) {
+    const uint8_t* k = reinterpret_cast<const uint8_t*>(c.k.data) + key_offset(c, c.k, h.b, h.hk, first);
     if (c.k.code == Code::i8)
       dots(Codes<Code::i8>{k, 0}, n, c.k.stride[1]);
     else if (c.k.code == Code::i4)
       dots(Codes<Code::i4>{k, c.D / 2}, n, c.k.stride[1]);
     else
       dots(Codes<Code::f8>{k, 0}, n, c.k.stride[1]);
-    scale_columns(c.k, b, hk, first, n);
+    scale_columns(c.k, h.b, h.hk, first, n);
   }
   // multiplies rows of s [n] by the scales of n keys or values
   void scale_columns(const Array& a, int64_t b, int64_t hk, int64_t first, int64_t n) {
@@ -203,17 +198,17 @@ struct Decode {
     side = also;
   }
 
-  // mask, bias and dropout work on tiles with queries as lanes: transpose, apply, transpose back
+  // mask, bias and dropout work on tiles whose lanes are the tokens of one head
   void extras(Scorer<T>& x, int64_t g, int64_t first, int64_t n, bool partial, bool weights) {
+    T* const head = s + g * c.Tq * s_row;
     for (int64_t r = 0; r < n; ++r)
-      for (int64_t t = 0; t < x.width; ++t)
-        transposed[r * x.width + t] = t < c.Tq ? s[(g * c.Tq + t) * TILE_K + r] : T(0);
+      for (int64_t t = 0; t < x.width; ++t) transposed[r * x.width + t] = t < c.Tq ? head[t * s_row + r * s_key] : T(0);
     if (weights)
       x.dropout(transposed, nullptr, first, n);
     else
       x.scores(transposed, first, n, partial, nullptr);
     for (int64_t r = 0; r < n; ++r)
-      for (int64_t t = 0; t < c.Tq; ++t) s[(g * c.Tq + t) * TILE_K + r] = transposed[r * x.width + t];
+      for (int64_t t = 0; t < c.Tq; ++t) head[t * s_row + r * s_key] = transposed[r * x.width + t];
   }
 
   template <bool ENTROPY>
@@ -245,31 +240,45 @@ struct Decode {
     for (int64_t r = 0; r < rows; ++r) softmax<true>(r, n);
   }
 
-  void step(const Head& h, int64_t first, int64_t n, bool partial) {
-    q = h.q, acc = h.acc, m = h.m, l = h.l, u = h.u;
+  void softmax(int64_t n) {
+    if (c.entropy) return softmax_with_logs(n);
+    for (int64_t r = 0; r < rows; ++r) softmax<false>(r, n);
+  }
+
+  template <class F>
+  static void step(F& f, const Head& h, int64_t first, int64_t n, bool partial) {
+    const Call& c = f.c;
+    f.q = h.q, f.acc = h.acc, f.m = h.m, f.l = h.l, f.u = h.u;
     Scorer<T>* x = h.scorer;
-    scores(h.b, h.hk, first, n);
+    f.scores(h, first, n);
     const bool more = partial || !x[0].plain();
-    for (int64_t g = 0; more && g < c.G; ++g) extras(x[g], g, first, n, partial, false);
-    if (c.entropy) softmax_with_logs(n);
-    for (int64_t r = 0; r < rows && !c.entropy; ++r) softmax<false>(r, n);
-    for (int64_t g = 0; c.drop_below && g < c.G; ++g) extras(x[g], g, first, n, partial, true);
+    for (int64_t g = 0; more && g < c.G; ++g) f.extras(x[g], g, first, n, partial, false);
+    f.softmax(n);
+    for (int64_t g = 0; c.drop_below && g < c.G; ++g) f.extras(x[g], g, first, n, partial, true);
+    if (!partial && !x[0].masked_by_bias()) return f.add_values(h, first, n);
     bool finite = true;
     int64_t stride = 0;
-    const bool check = partial || x[0].masked_by_bias();
+    const T* v = f.values(h, first, n, &stride, true, &finite);
+    finite ? f.product(v, stride, n) : f.values_one_by_one(x, first, n, partial);
+  }
+
+  void product(const T* v, int64_t stride, int64_t n) {
+    mm<Plain<T>>(rows, ldv, n, v, stride, s, TILE_K, 1, acc, ldv, true);
+  }
+
+  // values that all rows see
+  void add_values(const Head& h, int64_t first, int64_t n) {
     if constexpr (PAIRS) {
       // for few rows, widening values costs less than pairing them
       const auto* v = reinterpret_cast<const uint16_t*>(c.v.data) + key_offset(c, c.v, h.b, h.hk, first);
-      if (!check && rows <= FEW && together(first, n)) return add_in_place<Widened>(v, c.Dv, n, acc);
-      if (!check) return values_paired(h, first, n);
+      if (rows <= FEW && together(first, n)) return add_in_place<Widened>(v, c.Dv, n, acc);
+      values_paired(h, first, n);
+    } else {
+      if (rows <= FEW && whole_rows<T>(c.v, c.Dv) && together(first, n)) return coded_values(h, first, n);
+      int64_t stride = 0;
+      const T* v = values(h, first, n, &stride, false, nullptr);
+      product(v, stride, n);
     }
-    if constexpr (!PAIRS)
-      if (!check && rows <= FEW && whole_rows<T>(c.v, c.Dv) && together(first, n)) return coded_values(h, first, n);
-    const T* v = values(h.b, h.hk, first, n, &stride, check, &finite);
-    if (finite || !check)
-      mm<Plain<T>>(rows, ldv, n, v, stride, s, TILE_K, 1, acc, ldv, true);
-    else
-      values_one_by_one(x, first, n, partial, s, TILE_K, 1);
   }
 
   // products with undecoded values; the scale of a value's row multiplies its weights
@@ -300,15 +309,14 @@ struct Decode {
     mm<K>(rows, ldv, Store<K>::depth(n), reinterpret_cast<num*>(vt), ldv, weights, PIECE / 2, 1, acc, ldv, true);
   }
 
-  // weight of row r and key j: p[r * row + j * key]
-  void values_one_by_one(Scorer<T>* x, int64_t first, int64_t n, bool partial, const T* p, int64_t row, int64_t key) {
+  void values_one_by_one(Scorer<T>* x, int64_t first, int64_t n, bool partial) {
     for (int64_t g = 0; g < c.G; ++g)
       for (int64_t j = 0; j < n; ++j)
         for (int64_t t = 0; t < c.Tq; ++t) {
           if (partial) x[g].prepare();
           if (!x[g].allowed(static_cast<int>(t / N * N), first + j, partial)[t % N]) continue;
           const int64_t r = g * c.Tq + t;
-          for (int64_t d = 0; d < c.Dv; ++d) acc[r * ldv + d] += p[r * row + j * key] * vt[j * ldv + d];
+          for (int64_t d = 0; d < c.Dv; ++d) acc[r * ldv + d] += s[r * s_row + j * s_key] * vt[j * ldv + d];
         }
   }
 
@@ -378,7 +386,7 @@ struct Decode {
         if (!shared) f.touch(c.v, f.heads[0], k, n, c.Dv);
         // after the last piece, the first of the task that this thread will probably take next
         fetched = shared && f.fetch(f.heads[0], k + n < last ? k + n : begin + c.threads * c.split_keys, seg[1]);
-        for (int64_t i = 0; i < n_some; ++i) f.step(some[i], k, n, seg[2] == PARTIAL);
+        for (int64_t i = 0; i < n_some; ++i) step(f, some[i], k, n, seg[2] == PARTIAL);
       }
     }
   }
@@ -393,22 +401,6 @@ struct Decode {
     return true;
   }
 
-  // Writes a head's partial results: rows of [Dv] sums, then m, l and what the entropy needs. True when all sums are finite. In the second
-  // pass (`more`), writes only the rows whose sums were not finite and now are.
-  bool store_sums(const Head& h, T* out, bool more) {
-    bool finite = true;
-    for (int64_t r = 0; r < rows; ++r, out += c.partial_width()) {
-      const bool here = all_finite(h.acc + r * ldv, ldv) || h.l[r] * 0 != 0;
-      finite &= here;
-      if (more && (!here || all_finite(out, c.Dv))) continue;
-      for (int64_t d = 0; d < c.Dv; ++d) out[d] = h.acc[r * ldv + d];
-      out[c.Dv] = h.m[r], out[c.Dv + 1] = h.l[r];
-      if (c.wants_more()) out[c.Dv + 2] = h.u[r];
-      // the maxima of the second pass are not exact
-      if (c.wants_more() && !more) out[c.Dv + 3] = h.m[r];
-    }
-    return finite;
-  }
   // restarts with maxima so large that l is at most 1: sums of large values may overflow where their mean does not
   void start_again(const Head& h) {
     for (int64_t r = 0; r < rows; ++r) {
@@ -433,10 +425,10 @@ struct Decode {
     for (int64_t i = 0; i < f.n_heads; ++i) {
       const int64_t at = (b * c.Hk + first_head + i) * c.n_chunks + chunk;
       T* out = static_cast<T*>(c.partial) + at * f.rows * c.partial_width();
-      if (!f.store_sums(f.heads[i], out, false)) {
+      if (!Merge<T>::store(c, f.heads[i], f.rows, f.ldv, out, false)) {
         f.start_again(f.heads[i]);
         visit(f, it, begin, end, f.heads + i, 1);
-        f.store_sums(f.heads[i], out, true);
+        Merge<T>::store(c, f.heads[i], f.rows, f.ldv, out, true);
       }
       if (c.n_chunks == 1) combine(c, b * c.Hk + first_head + i);
     }

@@ -1,11 +1,35 @@
-// Decode's second pass: merges the results of chunks of keys, rows of [Dv] sums, m, l and what more results need.
+// Results of decode for chunks of keys, rows of [Dv] sums, m, l and what more results need, and the pass that merges them.
 #pragma once
 #include "scores.hpp"
 
 namespace saccade::SACCADE_ISA {
 
+// one key head: rows are the query heads of its group times Tq
+template <class T>
+struct DecodeHead {
+  T *q, *acc, *m, *l, *u;
+  Scorer<T>* scorer;  // [G]
+  int64_t b, hk;
+};
+
 template <class T>
 struct Merge {
+  // Writes a head's partial results: rows of [Dv] sums, then m, l and what the entropy needs. True when all sums are finite. In the second
+  // pass (`more`), writes only the rows whose sums were not finite and now are.
+  static bool store(const Call& c, const DecodeHead<T>& h, int64_t rows, int64_t ldv, T* out, bool more) {
+    bool finite = true;
+    for (int64_t r = 0; r < rows; ++r, out += c.partial_width()) {
+      const bool here = all_finite(h.acc + r * ldv, ldv) || h.l[r] * 0 != 0;
+      finite &= here;
+      if (more && (!here || all_finite(out, c.Dv))) continue;
+      for (int64_t d = 0; d < c.Dv; ++d) out[d] = h.acc[r * ldv + d];
+      out[c.Dv] = h.m[r], out[c.Dv + 1] = h.l[r];
+      if (c.wants_more()) out[c.Dv + 2] = h.u[r];
+      // the maxima of the second pass are not exact
+      if (c.wants_more() && !more) out[c.Dv + 3] = h.m[r];
+    }
+    return finite;
+  }
   // merges the chunks of one (batch, key head) in ascending order, then the sink
   static void combine(const Call& c, int64_t task) {
     const int64_t rows = c.G * c.Tq, hk = task % c.Hk, b = task / c.Hk, width = c.partial_width();
@@ -14,7 +38,7 @@ struct Merge {
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t h = hk * c.G + r / c.Tq, t = r % c.Tq;
       T top = Low<T>::start, sum = 0;
-      for (int64_t n = 0; n < c.n_chunks; ++n) top = vmax_scalar(part[(n * rows + r) * width + c.Dv], top);
+      for (int64_t n = 0; n < c.n_chunks; ++n) top = larger(part[(n * rows + r) * width + c.Dv], top);
       for (int64_t d = 0; d < c.Dv; ++d) row[d] = T(0);
       for (int64_t n = 0; n < c.n_chunks; ++n) {
         const T* p = part + (n * rows + r) * width;
@@ -69,7 +93,6 @@ struct Merge {
     if (c.sinks) entropy += entropy_share(c.sinks[at % c.Hq], 0, total);
     static_cast<T*>(c.entropy)[at] = static_cast<T>(entropy);
   }
-  static T vmax_scalar(T a, T b) { return a > b ? a : b; }
 };
 
 }  // namespace saccade::SACCADE_ISA

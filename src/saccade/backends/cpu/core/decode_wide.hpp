@@ -26,6 +26,7 @@ struct WideDecode : Decode<K, TILE_K> {
   static bool suits(const Call& c) { return 4 * c.G * c.Tq >= 3 * round_up(c.G * c.Tq, N) && c.G * c.Tq >= N; }
 
   WideDecode(const Call& call, Bump& bump) : Base(call, bump), width(round_up(rows, N)) {
+    Base::s_row = 1, Base::s_key = width;
     loaded = bump.take<T>(width * ld), scratch = bump.take<T>(width * ld);
     fix = bump.take<T>(width);
     queries = bump.take<Num>(Base::n_heads * width * S::depth(ld));
@@ -43,35 +44,24 @@ struct WideDecode : Decode<K, TILE_K> {
 
   // scores [n][width]
   void scores(const Head& h, int64_t first, int64_t n) {
-    const Array& a = c.k;
-    const bool same = S::per == 2 ? a.stride[1] % 2 == 0 : a.dtype == (sizeof(T) == 4 ? DType::f32 : DType::f64);
-    const Num* keys = reinterpret_cast<const Num*>(a.data + key_offset(c, a, h.b, h.hk, first) * a.unit());
-    int64_t step = a.stride[1] / S::per;
-    if (!same || !Base::together(first, n)) {
+    int64_t step = S::depth(c.D);
+    const Num* keys = Base::in_place(h, first, n, &step);
+    if (!keys) {
       Num* tile = reinterpret_cast<Num*>(kt);
-      S::load_deep({c, a, h.b, h.hk, all, first, n, c.D, false}, tile, false);
-      keys = tile, step = S::depth(c.D);
+      S::load_deep({c, c.k, h.b, h.hk, all, first, n, c.D, false}, tile, false);
+      keys = tile;
     }
-    const Num* q = reinterpret_cast<const Num*>(h.q);
+    const Num* queries_of = reinterpret_cast<const Num*>(h.q);
     // memory is read during both products
     const int64_t depth = S::depth(c.D);
     const int64_t all_steps = steps<T>(n, width, depth) + steps<T>(rows, ldv, S::depth(n));
     ahead.bytes = (coming + all_steps - 1) / all_steps;
-    mm<K>(n, width, depth, q, width, keys, step, 1, s, width, false, c.chain(), ahead);
+    mm<K>(n, width, depth, queries_of, width, keys, step, 1, s, width, false, c.chain(), ahead);
   }
 
-  // mask, bias and dropout work on tiles whose lanes are the tokens of one head
-  void extras(Scorer<T>& x, int64_t g, int64_t first, int64_t n, bool partial, bool of_weights) {
-    T* tile = Base::transposed;
-    for (int64_t r = 0; r < n; ++r)
-      for (int64_t t = 0; t < x.width; ++t) tile[r * x.width + t] = t < c.Tq ? s[r * width + g * c.Tq + t] : T(0);
-    of_weights ? x.dropout(tile, nullptr, first, n) : x.scores(tile, first, n, partial, nullptr);
-    for (int64_t r = 0; r < n; ++r)
-      for (int64_t t = 0; t < c.Tq; ++t) s[r * width + g * c.Tq + t] = tile[r * x.width + t];
-  }
-
+  void softmax(int64_t n) { c.entropy ? softmax_of<true>(n) : softmax_of<false>(n); }
   template <bool ENTROPY>
-  void softmax(int64_t n) {
+  void softmax_of(int64_t n) {
     for (int64_t w = 0; w < width; w += N) {
       vec<T> top = splat(Low<T>::masked), sum = {}, logs = {};
       for (int64_t r = 0; r < n; ++r) top = vmax<T>(top, load(s + r * width + w));
@@ -93,31 +83,21 @@ struct WideDecode : Decode<K, TILE_K> {
       for (int64_t d = 0; fix[r] != T(1) && d < ldv; d += N) store(acc + r * ldv + d, load(acc + r * ldv + d) * fix[r]);
   }
 
-  void step(const Head& h, int64_t first, int64_t n, bool partial) {
-    acc = h.acc, m = h.m, l = h.l, u = h.u;
-    Scorer<T>* x = h.scorer;
-    scores(h, first, n);
-    const bool more = partial || !x[0].plain();
-    for (int64_t g = 0; more && g < c.G; ++g) extras(x[g], g, first, n, partial, false);
-    c.entropy ? softmax<true>(n) : softmax<false>(n);
-    for (int64_t g = 0; c.drop_below && g < c.G; ++g) extras(x[g], g, first, n, partial, true);
-    const bool check = partial || x[0].masked_by_bias();
-    if constexpr (S::per == 2)
-      if (!check) return values_paired(h, first, n);
-    bool finite = true;
-    int64_t stride = 0;
-    const T* v = Base::values(h.b, h.hk, first, n, &stride, check, &finite);
-    if (finite || !check)
-      mm<Plain<T>>(rows, ldv, n, v, stride, s, 1, width, acc, ldv, true, CHAIN, ahead);
-    else
-      Base::values_one_by_one(x, first, n, partial, s, 1, width);
+  void product(const T* v, int64_t stride, int64_t n) {
+    mm<Plain<T>>(rows, ldv, n, v, stride, s, 1, width, acc, ldv, true, CHAIN, ahead);
   }
 
-  void values_paired(const Head& h, int64_t first, int64_t n) {
-    Num* tile = reinterpret_cast<Num*>(vt);
-    S::load_across({c, c.v, h.b, h.hk, all, first, n, c.Dv, false}, tile, ldv);
-    S::pair_rows(s, width, n, width, weights);
-    mm<K>(rows, ldv, S::depth(n), tile, ldv, weights, 1, width, acc, ldv, true, CHAIN, ahead);
+  void add_values(const Head& h, int64_t first, int64_t n) {
+    if constexpr (S::per == 2) {
+      Num* tile = reinterpret_cast<Num*>(vt);
+      S::load_across({c, c.v, h.b, h.hk, all, first, n, c.Dv, false}, tile, ldv);
+      S::pair_rows(s, width, n, width, weights);
+      mm<K>(rows, ldv, S::depth(n), tile, ldv, weights, 1, width, acc, ldv, true, CHAIN, ahead);
+    } else {
+      int64_t stride = 0;
+      const T* v = Base::values(h, first, n, &stride, false, nullptr);
+      product(v, stride, n);
+    }
   }
 
   static int64_t scratch_bytes(const Call& c) {

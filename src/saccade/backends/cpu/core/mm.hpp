@@ -88,7 +88,7 @@ struct Alone {
 };
 struct Ahead {
   const char* at = nullptr;
-  int64_t bytes = 64;
+  int64_t bytes = 0;
   void step() {
     __builtin_prefetch(at, 0, 2);
     at += bytes;

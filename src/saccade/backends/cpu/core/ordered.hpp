@@ -41,17 +41,10 @@ struct Ordered : Decode<K, TILE_K> {
     return it;
   }
 
-  // keys that can be read in place by whole vectors, in numbers of Num
-  const T* in_place(const Head& h, int64_t key, int64_t n, int64_t* stride) const {
-    const Array& a = c.k;
-    const bool same = S::per == 2 ? a.stride[1] % 2 == 0 : a.dtype == (sizeof(T) == 4 ? DType::f32 : DType::f64);
-    if (!same || !Base::together(key, n) || n % N || deep * S::per != c.D) return nullptr;
-    *stride = a.stride[1] / S::per;
-    return reinterpret_cast<const T*>(a.data + key_offset(c, a, h.b, h.hk, key) * a.unit());
-  }
   void load_keys(const Head& h, int64_t key, int64_t n) {
     int64_t stride = deep;
-    const T* from = in_place(h, key, n, &stride);
+    const bool whole = n % N == 0 && deep * S::per == c.D;
+    const T* from = whole ? reinterpret_cast<const T*>(Base::in_place(h, key, n, &stride)) : nullptr;
     if (!from) {
       const Span span{c, c.k, h.b, h.hk, all, key, n, c.D, false};
       if constexpr (S::per == 1) {
@@ -76,7 +69,7 @@ struct Ordered : Decode<K, TILE_K> {
     for (int64_t j = 0; j < padded; j += N) top = vmax<T>(top, load(p + j));
     T best = top[0];
     for (int i = 1; i < N; ++i) best = top[i] > best ? top[i] : best;
-    best = Merge<T>::vmax_scalar(best * mul, m[r]);
+    best = larger(best * mul, m[r]);
     const T fix = exp2v(splat(m[r] - best))[0];
     for (int64_t j = 0; j < padded; j += N) store(p + j, exp2v(load(p + j) * mul - splat(best)));
     T sum = T(0);
@@ -91,8 +84,7 @@ struct Ordered : Decode<K, TILE_K> {
   void values(const Head& h, int64_t key, int64_t n, int64_t odd) {
     if constexpr (S::per == 1) {
       int64_t stride = 0;
-      bool finite = true;
-      const T* v = Base::values(h.b, h.hk, key, n, &stride, false, &finite);
+      const T* v = Base::values(h, key, n, &stride, false, nullptr);
       mm<K>(rows, ldv, n, v, stride, s, TILE_K, 1, acc, ldv, true);
     } else {
       Num *tile = reinterpret_cast<Num*>(vt), *weights = Base::weights;
@@ -172,7 +164,7 @@ struct Ordered : Decode<K, TILE_K> {
       T m = Low<T>::start, l = 0;
       for (int64_t d = 0; d < ldv; ++d) whole[d] = T(0);
       for (int64_t n = 0; n < c.n_chunks; ++n) {
-        const T *sums = part + (n * rows + r) * size, top = Merge<T>::vmax_scalar(m, sums[ldv]);
+        const T *sums = part + (n * rows + r) * size, top = larger(m, sums[ldv]);
         const vec<T> of_whole = exp2v(splat(m - top)), of_range = exp2v(splat(sums[ldv] - top));
         m = top, l = folded<T>(splat(l), of_whole, splat(sums[ldv + 1]), of_range)[0];
         for (int64_t d = 0; d < ldv; d += N)

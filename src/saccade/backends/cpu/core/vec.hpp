@@ -71,6 +71,23 @@ SACCADE_INLINE vec<T> vmax(vec<T> a, vec<T> b) {
   return a > b ? a : b;  // a NaN in b is returned, a NaN in a is not
 }
 
+template <class T>
+SACCADE_INLINE T larger(T a, T b) {
+  return a > b ? a : b;
+}
+
+// the sum of a vector's lanes
+template <class T>
+SACCADE_INLINE T add_lanes(vec<T> x) {
+  ivec<T> swap;
+#pragma GCC unroll 4
+  for (int n = lanes<T> / 2; n; n /= 2) {
+    for (int l = 0; l < lanes<T>; ++l) swap[l] = l ^ n;
+    x += __builtin_shuffle(x, swap);
+  }
+  return x[0];
+}
+
 // a masked score is -inf; the running maximum starts at the lowest finite number, so no inf - inf arises
 template <class T>
 struct Low {
