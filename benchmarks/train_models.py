@@ -1,4 +1,4 @@
-"""Trains an attention, a hybrid and a linear model of equal size on the demo text, and plots losses and speeds.
+"""Trains models of equal size on the demo text, of attention, recurrent layers and both; plots losses and speeds.
 
     python benchmarks/train_models.py OUT [--steps N] [--context T]
 
@@ -21,7 +21,7 @@ share_cores()
 
 from saccade.models.losses import read_losses  # noqa: E402
 from saccade.models.training import Trainer  # noqa: E402
-from saccade.models.variants import MODELS  # noqa: E402
+from saccade.models.variants import EQUAL  # noqa: E402
 from saccade.plot.training import comparison  # noqa: E402
 
 FIGURES = ("parameters", "steps", "loss_last", "validation", "bits_per_byte")
@@ -29,8 +29,8 @@ Steps = dict[str, list[dict[str, Any]]]
 
 
 def train(args: argparse.Namespace, env: Environment, runs: Steps) -> Iterator[Row]:
-    """Train the three models in turn: a row per model; `runs` gets the losses."""
-    for name in MODELS:
+    """Train the models in turn: a row per model; `runs` gets the losses."""
+    for name in EQUAL:
         settings = {"model": name, "steps": args.steps, "context": args.context}
         settings |= {"text": args.text} if args.text else {}
         trainer = Trainer(args.out / name, settings, overwrite=True)

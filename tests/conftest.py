@@ -146,7 +146,10 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 class Passed:
-    """Adds tests that passed or were skipped to a file as they come."""
+    """Adds tests that passed or were skipped to a file as they come, and failures to another next to it.
+
+    So a run that is interrupted before its summary has named what failed.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
@@ -155,6 +158,9 @@ class Passed:
         if (report.when == "call" and report.passed) or report.skipped:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(f"{report.nodeid}\n")
+        elif report.failed:
+            with self.path.with_suffix(".failed").open("a", encoding="utf-8") as file:
+                file.write(f"{report.nodeid} {report.when}\n{report.longreprtext}\n")
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

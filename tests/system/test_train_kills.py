@@ -29,6 +29,11 @@ CHECKPOINT, BEGIN, MOMENTS = 26, 60, 30
 Ask = Callable[..., dict[str, Any]]
 
 
+# of a mapped file, over more than one epoch, with products in bfloat16 and recomputed blocks
+MAPPED = {**GIVEN, "dtype": "bfloat16", "recompute": True, "steps": 24, "checkpoint_every": 4}
+KILLS = 10
+
+
 @pytest.fixture(scope="module")
 def ask() -> Iterator[Ask]:
     script = Path(__file__).with_name("training_children.py")
@@ -144,3 +149,32 @@ def test_killed_at_a_random_moment(
     else:
         assert "error" not in ask(out, overwrite=True)
         assert contents(out) == contents(unbroken[0])
+
+
+def test_killed_ten_times_in_one_run(seed: int, ask: Ask, tmp_path: Path) -> None:
+    from saccade.models.corpus import Source, prepare
+
+    lines, files = Path(argparse.__file__).read_text().split("\n"), []
+    for n in range(0, 400, 20):
+        (tmp_path / f"{n}.py").write_text("\n".join(lines[n : n + 20]))
+        files.append(Source("argparse 1.0", f"{n}.py", tmp_path / f"{n}.py"))
+    prepare(tmp_path / "tokens", "bytes", files=files)
+    given = {name: value for name, value in MAPPED.items() if name != "text"} | {"data": str(tmp_path / "tokens")}
+    whole = ask(tmp_path / "whole", {"given": given})
+    assert "error" not in whole
+
+    out, draw, kills = tmp_path / "killed", random.Random(seed), 0
+    while kills < KILLS:
+        # until there is a checkpoint, the run starts again
+        begun = (out / "checkpoint.safetensors").exists()
+        job = {"given": {} if begun else given, "seconds": draw.uniform(0.3, 0.9) * whole["took"]}
+        told = ask(out, job, resume=begun, overwrite=not begun)
+        assert told["status"] in (-9, 0), told
+        if told["status"] == 0:
+            # it was faster than the clock; the same run from the start has more moments
+            assert contents(out) == contents(tmp_path / "whole")
+            (out / "checkpoint.safetensors").unlink()
+        kills += told["status"] == -9
+    begun = (out / "checkpoint.safetensors").exists()
+    assert "error" not in ask(out, {"given": {} if begun else given}, resume=begun, overwrite=not begun)
+    assert contents(out) == contents(tmp_path / "whole")

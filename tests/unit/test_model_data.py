@@ -17,21 +17,21 @@ def documents() -> list[np.ndarray]:
 
 
 def test_rows_hold_every_token_once_an_epoch() -> None:
-    data = PackedText(documents(), context=16, seed=3)
+    data = PackedText.of_texts(documents(), context=16, seed=3)
     rows = data.batch(0, data.rows)
     later = data.batch(1, data.rows)
     assert rows.tokens.shape == rows.targets.shape == (data.rows, 16)
     assert not np.array_equal(rows.tokens, later.tokens)
-    laid = data._stream[:-1]
+    laid = data._training.stream[: data._training.tokens - 1]
     assert abs(np.bincount(rows.tokens.ravel(), minlength=400) - np.bincount(laid, minlength=400)).sum() <= 16
     one_by_one = [data.batch(step, 1).tokens for step in range(data.rows + 2)]
     assert np.array_equal(np.concatenate(one_by_one), np.concatenate([rows.tokens, later.tokens[:2]]))
-    again = PackedText(documents(), context=16, seed=3).batch(1, data.rows)
+    again = PackedText.of_texts(documents(), context=16, seed=3).batch(1, data.rows)
     assert np.array_equal(again.tokens, later.tokens)
 
 
 def test_rows_know_their_documents() -> None:
-    batch = PackedText(documents(), context=64, seed=0).batch(0, 7)
+    batch = PackedText.of_texts(documents(), context=64, seed=0).batch(0, 7)
     same = batch.documents[:, 1:] == batch.documents[:, :-1]
     assert (np.diff(batch.documents, axis=1) >= 0).all()
     assert (batch.documents[:, 0] == 0).all()
@@ -45,7 +45,7 @@ def test_rows_know_their_documents() -> None:
 
 def test_held_out_text_is_not_trained_on() -> None:
     ids = [np.arange(1 + 100 * i, 101 + 100 * i, dtype=np.int32) for i in range(50)]
-    data = PackedText(ids, context=32, seed=0, held_out=0.1)
+    data = PackedText.of_texts(ids, context=32, seed=0, held_out=0.1)
     trained = {int(t) for step in range(data.rows) for t in data.batch(step, 1).tokens.ravel()} - {0}
     held = {int(t) for t in data.validation(100).tokens.ravel()} - {0}
     assert held
@@ -54,7 +54,7 @@ def test_held_out_text_is_not_trained_on() -> None:
 
 def test_too_little_text() -> None:
     with pytest.raises(ValueError, match="too few"):
-        PackedText([np.ones(30, np.int32)], context=64, seed=0)
+        PackedText.of_texts([np.ones(30, np.int32)], context=64, seed=0)
     with pytest.raises(FileNotFoundError):
         read_documents(["no/such/file"])
 

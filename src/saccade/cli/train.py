@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 # what to do with a run that is already in the folder
 AGAIN = ("ask", "keep", "resume", "overwrite")
+DEFAULT_DATA = Path("tokens")
 
 
 def share_cores() -> None:
@@ -50,8 +51,15 @@ def train(
     out: Annotated[Path, typer.Option(help="Folder of the run: checkpoint, weights, tokenizer, losses, pictures.")] = (
         DEFAULT_OUT
     ),
+    preset: Annotated[
+        str | None, typer.Option(help="llama-30m, gpt2-124m or llama-350m; other options change single settings.")
+    ] = None,
     text: Annotated[
         list[Path] | None, typer.Option(help="Text files; each is one document. (Python's standard library)")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder of tokens, made of installed packages if missing. (with a preset: tokens)"),
     ] = None,
     more: Annotated[list[Path] | None, typer.Argument(metavar="FILE...", help="More text files, after --text.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps to train.")] = None,
@@ -62,7 +70,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="The same as --again resume.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="The same as --again overwrite.")] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of the weights and of the order of the text. (0)")] = None,
-    model: Annotated[str | None, typer.Option(help="attention, hybrid or linear, of equal size. (attention)")] = None,
+    model: Annotated[str | None, typer.Option(help="attention, hybrid, linear, delta or gpt2. (attention)")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="bpe (trained on the text) or bytes. (bpe)")] = None,
     vocab: Annotated[int | None, typer.Option(help="Tokens in the vocabulary of a BPE. (1024)")] = None,
     layers: Annotated[int | None, typer.Option(help="Number of blocks. (4)")] = None,
@@ -73,7 +81,13 @@ def train(
     batch: Annotated[int | None, typer.Option(help="Rows per step. (2)")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate. (0.004)")] = None,
     tie: Annotated[bool | None, typer.Option(help="Use the embedding as the head.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16, of matrix products. (float32)")] = None,
+    compile_blocks: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="torch.compile the blocks.")
+    ] = None,
+    recompute: Annotated[bool | None, typer.Option(help="Recompute blocks in the backward: less memory.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints. (50)")] = None,
+    device: Annotated[str, typer.Option(help="Device of the model: cpu, cuda, cuda:1.")] = "cpu",
     backend: Annotated[str | None, typer.Option(help="Attention backend; by default chosen by device.")] = None,
     pictures: Annotated[str, typer.Option(help="Format of the pictures: png or svg.")] = "png",
     context_parallel: Annotated[int | None, typer.Option(help="Under torchrun: ranks that share a row. (1)")] = None,
@@ -91,16 +105,21 @@ def train(
         show.fail(f"--pictures is {pictures!r}; expected png or svg", "train")
     sizes = {"layers": layers, "width": width, "heads": heads, "kv_heads": kv_heads, "tie": tie, "vocab": vocab}
     steps_of = {"steps": steps, "minutes": minutes, "context": context, "batch": batch, "lr": lr, "seed": seed}
-    named = {**sizes, **steps_of, "model": model, "tokenizer": tokenizer, "checkpoint_every": checkpoint_every}
+    ways = {"dtype": dtype, "compile": compile_blocks, "recompute": recompute, "checkpoint_every": checkpoint_every}
+    named = {**sizes, **steps_of, **ways, "model": model, "tokenizer": tokenizer}
     settings: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     if text:
         settings["text"] = [*text, *(more or [])]
+    if data is not None:
+        settings["data"] = str(data)
     share_cores()
     with show.plain_errors("train", "train"):
+        settings = with_preset(preset, settings)
         again = chosen_again(again, resume=resume, overwrite=overwrite)
         check_options(settings, resume=again in ("keep", "resume"))
         checked_backend(backend)
-        run(out, settings, again, pictures, as_json=as_json, context_parallel=context_parallel, backend=backend)
+        options = {"context_parallel": context_parallel, "backend": backend, "device": device}
+        run(out, settings, again, pictures, as_json=as_json, **options)
 
 
 def run(out: Path, settings: dict[str, Any], again: str, pictures: str, *, as_json: bool, **options: Any) -> None:
@@ -122,6 +141,16 @@ def run(out: Path, settings: dict[str, Any], again: str, pictures: str, *, as_js
         print(json.dumps(summary) if as_json else summary_lines(summary))
 
 
+def with_preset(name: str | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a preset with those that are given, and a folder of tokens if no text is."""
+    if name is None:
+        return settings
+    from saccade.models.presets import preset_settings
+
+    text = {} if settings.get("text") else {"data": str(DEFAULT_DATA)}
+    return {**preset_settings(name), **text, **settings}
+
+
 def check_options(settings: dict[str, Any], *, resume: bool) -> None:
     """Raises ValueError, in terms of options, for wrong settings; a run to resume uses its own for the others."""
     from saccade.models.fields import SETTINGS, check_fields
@@ -130,6 +159,8 @@ def check_options(settings: dict[str, Any], *, resume: bool) -> None:
     from saccade.models.variants import MODELS
 
     named = {name: value for name, value in settings.items() if name != "text"}
+    if named.get("data") and settings.get("text"):
+        raise ValueError("--text and --data are both given; give one of them")
     if resume:
         check_fields(named, SETTINGS, spelled=show.flag)
     else:
@@ -178,7 +209,7 @@ def settled(again: str, out: Path, settings: dict[str, Any], console: Console, *
         return Prompt.ask(f"{name}. What shall be done with it?", choices=choices, default=choices[0], console=console)
     if not progress.finished or not (out / "model.safetensors").exists():
         return "resume"
-    agreed(progress.settings, {name: value for name, value in settings.items() if name != "text"})
+    agreed(progress.settings, {name: value for name, value in settings.items() if name not in ("text", "data")})
     typer.echo(f"{name}, which is kept. To train from the start: {command('train', out, '--overwrite')}", err=True)
     return "keep"
 

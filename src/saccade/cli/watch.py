@@ -26,6 +26,8 @@ CHART_LINES = 8
 MAP_TOKENS, MAP_HEADS = 32, 4
 # seconds between two lines of a run that does not print to a terminal
 BETWEEN = 4.0
+# packages that are named of a text's many
+MOST_PACKAGES = 3
 
 
 def command(name: str, out: Path, *options: str) -> str:
@@ -36,18 +38,27 @@ def command(name: str, out: Path, *options: str) -> str:
 
 def described(trainer: Trainer) -> str:
     """One paragraph: the text, the model, and the step at which a run is resumed."""
-    config, data, progress = trainer.model.config, trainer.data, trainer.progress
+    settings, data, progress = trainer.settings, trainer.data, trainer.progress
     start = f"\nresumed at step {progress.step} of {progress.total or '?'}" if trainer.resumed else ""
     return (
-        f"text   {trainer.documents} documents, {data.tokens / 1e6:.2f} M tokens of "
+        f"text   {source_of(trainer)}{trainer.text.documents} documents, {data.tokens / 1e6:.2f} M tokens of "
         f"{progress.bytes_per_token:.2f} bytes, "
-        f"{trainer.settings.tokenizer} vocabulary of {config.vocab_size}\n"
-        f"model  {trainer.settings.model}, {trainer.parameters / 1e6:.2f} M parameters, {config.num_hidden_layers} "
-        f"layers of width {config.hidden_size}, "
-        f"heads {config.num_attention_heads}:{config.num_key_value_heads} of {config.head_dim}\n"
-        f"step   {trainer.settings.batch} rows of {trainer.settings.context} tokens, "
+        f"{settings.tokenizer} vocabulary of {trainer.tokenizer.vocab_size}\n"
+        f"model  {settings.model}, {trainer.parameters / 1e6:.2f} M parameters, {settings.layers} "
+        f"layers of width {settings.width}, "
+        f"heads {settings.heads}:{settings.kv_heads} of {settings.width // settings.heads}\n"
+        f"step   {settings.batch} rows of {settings.context} tokens, "
         f"each token attending to its own document{start}"
     )
+
+
+def source_of(trainer: Trainer) -> str:
+    """The packages whose text is used: how many, and those with the most."""
+    packages = trainer.text.packages
+    if not packages:
+        return ""
+    most = sorted(packages, key=lambda name: -packages[name])[:MOST_PACKAGES]
+    return f"{len(packages)} packages ({', '.join(most)}, ...), listed in {trainer.settings.data}: "
 
 
 def speed(trainer: Trainer) -> str:
@@ -111,13 +122,22 @@ def print_steps(trainer: Trainer) -> None:
             print(speed(trainer), file=sys.stderr)
             measured = True
         if now - printed >= BETWEEN or step.step in (1, total):
-            print(f"step {step.step}/{total or '?'}  {figures_of(trainer, step)}", file=sys.stderr, flush=True)
+            left = 0.0 if total is None or trainer.step_seconds is None else (total - step.step) * trainer.step_seconds
+            rest = f"  {duration(left)} left" if left else ""
+            print(f"step {step.step}/{total or '?'}  {figures_of(trainer, step)}{rest}", file=sys.stderr, flush=True)
             printed = now
 
 
 def figures_of(trainer: Trainer, step: TrainingStep) -> str:
-    """The figures of a step, on one line."""
-    return f"loss {step.loss:.3f}  lr {step.lr:.1e}  |g| {step.grad_norm:.2f}  {trainer.tokens_per_second:,.0f} token/s"
+    """The figures of a step, on one line; the share of the peak is that of one process."""
+    from saccade.models.speed import memory
+
+    share = trainer.meter.share if trainer.alone else None
+    peak = "" if share is None else f"  {100 * share:.0f} % of peak"
+    return (
+        f"loss {step.loss:.3f}  lr {step.lr:.1e}  |g| {step.grad_norm:.2f}  {trainer.tokens_per_second:,.0f} token/s"
+        f"{peak}  {memory(trainer.device) / 1e9:.2f} GB"
+    )
 
 
 def summary_lines(summary: dict[str, Any]) -> str:
@@ -170,6 +190,7 @@ def summarise(trainer: Trainer) -> dict[str, Any]:
         "tokens": progress.step * trainer.settings.batch * trainer.settings.context,
         "seconds": progress.seconds,
         "tokens_per_second": trainer.tokens_per_second,
+        "share_of_peak": trainer.meter.share if trainer.alone else None,
         "model": trainer.settings.model,
         "parameters": trainer.parameters,
         "loss_first": losses[0] if losses else None,
@@ -184,6 +205,9 @@ def draw_pictures(trainer: Trainer, console: Console, kind: str) -> list[str]:
 
     If matplotlib is missing, this prints so and returns no path.
     """
+    import torch
+
+    from saccade.models.gpt2 import Gpt2
     from saccade.models.llama import Llama
     from saccade.models.losses import read_losses
     from saccade.plot import training as plot
@@ -193,9 +217,11 @@ def draw_pictures(trainer: Trainer, console: Console, kind: str) -> list[str]:
         with show.working(console, "drawing the pictures"):
             plot.losses(loss, read_losses(trainer.out), trainer.progress.validation)
             model = trainer.whole()
-            if not isinstance(model, Llama):
+            if not isinstance(model, (Llama, Gpt2)):
                 return [str(loss)]
-            draw_attention(trainer, model, attention)
+            # what is compiled for training would be compiled again for a single text
+            with torch.compiler.set_stance("force_eager"):
+                draw_attention(trainer, model, attention)
     except ModuleNotFoundError:
         console.print("no pictures: matplotlib is not installed; pip install matplotlib", highlight=False)
         return []

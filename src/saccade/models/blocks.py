@@ -128,6 +128,11 @@ class Decoder(nn.Module):
 
     @property
     @abstractmethod
+    def blocks(self) -> list[Any]:
+        """The layers of the stack, modules, first to last."""
+
+    @property
+    @abstractmethod
     def cached(self) -> tuple[int, int, int]:
         """(layers, kv_heads, head_dim) of the cached keys."""
 

@@ -79,6 +79,6 @@ def _restore(optimizer: Optimizer, model: nn.Module, tensors: dict[str, Tensor])
     every = {name.rpartition(".")[2] for name in tensors if name.startswith("optimizer.")}
     for name, parameter in model.named_parameters():
         # clones, because a tensor of the file may be unaligned, and the rounding of sums depends on alignment
-        entries = {key: tensors[f"optimizer.{name}.{key}"].clone() for key in every}
+        entries = {key: tensors[f"optimizer.{name}.{key}"].clone().to(parameter.device) for key in every}
         if entries:
             optimizer.state[parameter] = entries

@@ -9,8 +9,8 @@ import hashlib
 import re
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,8 +25,7 @@ LONG_STRING = re.compile(r"""(?ms)(^[ \t]*)?(?:\b[rRuUbBfF]{1,2})?("{3}|'{3})(?:
 COMMENT, EMPTY_LINES = re.compile(r"(?m)^[ \t]*#.*\n"), re.compile(r"\n{4,}")
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Rows of one step, each array [rows, T].
 
     tokens, targets: int64; a target is `IGNORED` if the next token belongs to another document. documents: int32, ids
@@ -72,35 +71,70 @@ def read_documents(files: Sequence[str | Path]) -> list[str]:
     return texts
 
 
-class PackedText:
-    """Documents joined end to end and cut into rows of `context` tokens.
+class Documents(NamedTuple):
+    """Documents in a stream of token ids: document i is stream[starts[i] : starts[i] + lengths[i]], END included.
 
-    documents: int32 ids of each text, without end tokens; END is added before and after each. Every epoch has its
-    own order of documents and of rows. The share `held_out` of the tokens is reserved for `validation`.
+    stream: integers [n], an array in memory or a memory map. starts, lengths: int64 [documents].
+    """
+
+    stream: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of all documents."""
+        return int(self.lengths.sum())
+
+    def of(self, chosen: np.ndarray) -> Documents:
+        """The documents with these numbers, in this order."""
+        return self._replace(starts=self.starts[chosen], lengths=self.lengths[chosen])
+
+    def rows(self, rows: np.ndarray, context: int) -> Batch:
+        """Rows of these documents joined end to end and cut every `context` tokens; reads only those tokens."""
+        ends = np.cumsum(self.lengths)
+        at = rows[:, None] * context + np.arange(context + 1)
+        numbers = np.searchsorted(ends, at, "right")
+        within = at - (ends - self.lengths)[numbers]
+        return cut_rows(self.stream[self.starts[numbers] + within].astype(np.int64), numbers)
+
+
+class PackedText:
+    """Rows of `context` tokens of documents joined end to end; every epoch has its own order of documents and of rows.
+
+    training: the documents of the epochs; held_out: those of `validation`; fingerprint: a digest of both.
     Raises ValueError if training and validation do not get at least one row each.
     """
 
-    def __init__(self, documents: Sequence[np.ndarray], context: int, seed: int, held_out: float = 0.02) -> None:
-        self.context, self.seed = context, seed
-        order = np.random.default_rng([seed]).permutation(len(documents))
-        lengths = np.array([len(documents[i]) + 2 for i in order])
+    def __init__(self, training: Documents, held_out: Documents, fingerprint: str, context: int, seed: int) -> None:
+        self.context, self.seed, self.fingerprint = context, seed, fingerprint
+        self.rows = (training.tokens - 1) // context
+        if self.rows < 1 or held_out.tokens <= context:
+            raise ValueError(
+                f"{training.tokens + held_out.tokens} tokens of text are too few for rows of {context}; give more text "
+                "or a smaller context"
+            )
+        self._training, self._held_out, self._epoch = training, held_out, -1
+
+    @classmethod
+    def of_texts(cls, texts: Sequence[np.ndarray], context: int, seed: int, held_out: float = 0.02) -> PackedText:
+        """Texts as int32 ids without end tokens; END is added before and after each.
+
+        After a random order of the texts, the last share `held_out` of the tokens is held out, also if this cuts a
+        text in two.
+        """
+        order = np.random.default_rng([seed]).permutation(len(texts))
+        lengths = np.array([len(texts[i]) + 2 for i in order])
         stream = np.full(lengths.sum(), END, np.int32)
         starts = np.cumsum(lengths) - lengths
         for i, start in zip(order, starts, strict=True):
-            stream[start + 1 : start + 1 + len(documents[i])] = documents[i]
-        self.fingerprint = hashlib.sha256(stream.tobytes() + lengths.tobytes()).hexdigest()
+            stream[start + 1 : start + 1 + len(texts[i])] = texts[i]
+        fingerprint = hashlib.sha256(stream.tobytes() + lengths.tobytes()).hexdigest()
 
-        cut = len(stream) - max(int(len(stream) * held_out), context + 1)
-        self.rows = (cut - 1) // context
-        if self.rows < 1:
-            raise ValueError(
-                f"{len(stream)} tokens of text are too few for rows of {context}; give more text or a smaller context"
-            )
-        training = starts < cut
-        self._stream, self._starts = stream[:cut], starts[training]
-        self._lengths = np.diff(np.append(self._starts, cut))
-        self._held_out = stream[cut:], np.searchsorted(starts, np.arange(cut, len(stream)), "right")
-        self._epoch = -1
+        cut = max(0, len(stream) - max(int(len(stream) * held_out), context + 1))
+        first, last = starts[starts < cut], np.append(cut, starts[starts > cut])
+        training = Documents(stream, first, np.diff(np.append(first, cut)))
+        return cls(training, Documents(stream, last, np.diff(np.append(last, len(stream)))), fingerprint, context, seed)
 
     @property
     def tokens(self) -> int:
@@ -114,46 +148,35 @@ class PackedText:
         while position < end:
             epoch, first = divmod(position, self.rows)
             count = min(end - position, self.rows - first)
-            self._lay_out(epoch)
-            parts.append(cut_rows(*self._laid, self._deal[first : first + count], self.context))
+            self._shuffle(epoch)
+            parts.append(self._shuffled.rows(self._deal[first : first + count], self.context))
             position += count
-        if len(parts) == 1:
-            return parts[0]
-        fields = ("tokens", "targets", "documents", "positions")
-        return Batch(*(np.concatenate([getattr(part, field) for part in parts]) for field in fields))
+        return parts[0] if len(parts) == 1 else Batch(*map(np.concatenate, zip(*parts, strict=True)))
 
     def validation(self, rows: int) -> Batch:
         """Up to `rows` rows of the held-out text, always the same ones, spread evenly over it."""
-        available = (len(self._held_out[0]) - 1) // self.context
+        available = (self._held_out.tokens - 1) // self.context
         chosen = np.unique(np.linspace(0, available - 1, min(rows, available)).astype(np.int64))
-        return cut_rows(*self._held_out, chosen, self.context)
+        return self._held_out.rows(chosen, self.context)
 
-    def _lay_out(self, epoch: int) -> None:
-        if epoch == self._epoch:
-            return
-        random = np.random.default_rng([self.seed, epoch])
-        order = random.permutation(len(self._starts))
-        lengths = self._lengths[order]
-        # source index of every token of the joined text: its document's start plus its place in the document
-        shift = np.repeat(self._starts[order] - (np.cumsum(lengths) - lengths), lengths)
-        tokens = self._stream[shift + np.arange(len(shift))]
-        self._laid = tokens, np.repeat(np.arange(len(order), dtype=np.int32), lengths)
-        self._deal = random.permutation(self.rows)
-        self._epoch = epoch
+    def _shuffle(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            random = np.random.default_rng([self.seed, epoch])
+            self._shuffled = self._training.of(random.permutation(len(self._training.starts)))
+            self._deal, self._epoch = random.permutation(self.rows), epoch
 
 
-def cut_rows(tokens: np.ndarray, documents: np.ndarray, rows: np.ndarray, context: int) -> Batch:
-    """Rows `rows` of a stream (tokens [n], documents [n]) cut every `context` tokens."""
-    places = np.arange(context)
-    at = rows[:, None] * context + places
-    tokens_at, documents_at = tokens[at], documents[at]
-    targets = np.where(documents[at + 1] == documents_at, tokens[at + 1], IGNORED)
-    first = np.zeros(at.shape, bool)
-    first[:, 1:] = documents_at[:, 1:] != documents_at[:, :-1]
+def cut_rows(tokens: np.ndarray, documents: np.ndarray) -> Batch:
+    """A batch of rows [rows, T + 1] of tokens and of their documents' numbers; the last column is only a target."""
+    here = documents[:, :-1]
+    targets = np.where(documents[:, 1:] == here, tokens[:, 1:], IGNORED)
+    first = np.zeros(here.shape, bool)
+    first[:, 1:] = here[:, 1:] != here[:, :-1]
+    places = np.arange(here.shape[1])
     begun = np.maximum.accumulate(np.where(first, places, 0), axis=1)
     return Batch(
-        tokens=tokens_at.astype(np.int64),
-        targets=targets.astype(np.int64),
+        tokens=tokens[:, :-1],
+        targets=targets,
         documents=np.cumsum(first, axis=1, dtype=np.int32),
         positions=places - begun,
     )

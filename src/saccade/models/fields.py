@@ -146,7 +146,8 @@ LINEAR = table(
 # settings of a training run
 SETTINGS = table(
     ("text", Field(is_names, "a list of files")),
-    ("model tokenizer", NAME),
+    ("model tokenizer dtype", NAME),
+    ("data", Field(lambda x: isinstance(x, str), "a folder")),
     ("steps warmup checkpoint_every validation_rows context", LONG),
     ("minutes lr clip", real(0, above=True)),
     ("weight_decay", real()),
@@ -156,7 +157,7 @@ SETTINGS = table(
     ("layers", CONFIG["num_hidden_layers"]),
     ("heads kv_heads", COUNT),
     ("batch", whole(1, 1 << 20)),
-    ("tie", FLAG),
+    ("tie compile recompute", FLAG),
     ("seed", whole(0, (1 << 63) - 1)),
 )
 

@@ -6,7 +6,7 @@ Source: Radford et al. 2019; learned positions, layer norm before each half of a
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,6 +46,8 @@ class Gpt2Config:
     n_positions: int = 1024
     n_inner: int = 0
     layer_norm_epsilon: float = 1e-5
+    initializer_range: float = 0.02
+    bos_token_id: int = 50256
     eos_token_id: int = 50256
 
     def __post_init__(self) -> None:
@@ -65,6 +67,13 @@ class Gpt2Config:
             raise ValueError(f"config.json lacks {', '.join(lacking)}; expected that of a GPT-2 model")
         return cls(**{name: values[name] for name in names if values.get(name) is not None})
 
+    def to_dict(self) -> dict[str, Any]:
+        """The contents of a `config.json` that Hugging Face transformers reads as a GPT-2."""
+        # no dropout: none was trained with
+        dropouts = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+        own = {"architectures": ["GPT2LMHeadModel"], **UNDERSTOOD, **dropouts, "torch_dtype": "float32"}
+        return {**own, **asdict(self), "n_inner": self.n_inner or None}
+
     @property
     def max_position_embeddings(self) -> int:
         """The length of the longest text, in tokens."""
@@ -81,7 +90,7 @@ class Linear(nn.Module):
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(width, out) * 0.02)
+        self.weight = nn.Parameter(torch.empty(width, out))
         self.bias = nn.Parameter(torch.zeros(out))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -143,6 +152,15 @@ class Gpt2(Decoder):
         self.wpe = nn.Embedding(config.n_positions, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal weights of `initializer_range`, divided by √(2·layers) where they write to the residual stream."""
+        std = self.config.initializer_range
+        for name, parameter in self.named_parameters():
+            if parameter.ndim > 1:
+                less = (2 * self.config.n_layer) ** 0.5 if name.endswith("c_proj.weight") else 1.0
+                nn.init.normal_(parameter, std=std / less)
 
     def hidden(
         self,
@@ -158,13 +176,18 @@ class Gpt2(Decoder):
             positions = positions_of(tokens, caches, backend).clamp(max=self.config.n_positions - 1)
         mask = masks.causal() if mask is None else mask
         x = self.wte(tokens) + self.wpe(positions)
-        for i, block in enumerate(cast("Iterable[Block]", self.h)):
+        for i, block in enumerate(self.blocks):
             x = block(x, mask, caches[i] if caches else None, backend)
         return self.ln_f(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., width] -> [..., vocab]."""
         return functional.linear(hidden, self.wte.weight)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks, first to last."""
+        return list(cast("Iterable[Block]", self.h))
 
     @property
     def cached(self) -> tuple[int, int, int]:

@@ -196,7 +196,7 @@ class Hybrid(Decoder):
             x = x * config.embedding_scale
         turn = angles(x, positions, config.turned_dim, base=config.rope_theta) if config.turned_dim else None
         call = StackCall(turn, mask, packing, backend)
-        for number, layer in enumerate(cast("Iterable[Layer]", self.layers)):
+        for number, layer in enumerate(self.blocks):
             x = layer(x, call, caches[number] if caches is not None else None)
         return self.norm(x)
 
@@ -205,6 +205,11 @@ class Hybrid(Decoder):
         cap = self.config.softcap
         logits = functional.linear(hidden, (self.embedding if self.head is None else self.head).weight)
         return torch.tanh(logits / cap) * cap if cap else logits
+
+    @property
+    def blocks(self) -> list[Layer]:
+        """The layers, first to last."""
+        return list(cast("Iterable[Layer]", self.layers))
 
     @property
     def cached(self) -> tuple[int, int, int]:

@@ -35,9 +35,10 @@ from .. import mask as masks
 from ..distributed import ContextParallel
 from .data import IGNORED, Batch
 from .files import read_object, write_atomic
-from .llama import Llama
+from .hybrid import Hybrid
 from .loading import load_model
 from .progress import CHECKPOINT, RANKS, Progress, read_progress
+from .texts import Text
 from .training import WEIGHTS, Trainer
 from .weights import save_weights
 
@@ -70,6 +71,16 @@ class ParallelTrainer(Trainer):
         self.main = dist.get_rank() == 0
         super().__init__(out, settings, **options)
 
+    def _device(self, name: str) -> torch.device:
+        # each rank has taken its own
+        return self.device
+
+    def _load_text(self, *arguments: Any) -> Text:
+        # rank 0 makes a folder of tokens if it is missing; the others open it
+        text = super()._load_text(*arguments) if self.main else None
+        dist.barrier()
+        return super()._load_text(*arguments) if text is None else text
+
     def _resumable(self, *, resume: bool, overwrite: bool) -> Progress | None:
         try:
             return super()._resumable(resume=resume, overwrite=overwrite)
@@ -94,10 +105,9 @@ class ParallelTrainer(Trainer):
             raise ValueError(
                 f"batch={self.settings.batch} rows and {self.groups} groups of ranks; expected a multiple of them"
             )
-        self.model.to(self.device)
+        super()._place()
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("all",))
-        layers = self.model.blocks if isinstance(self.model, Llama) else self.model.layers
-        for module in (*layers, self.model):
+        for module in (*self.model.blocks, self.model):
             fully_shard(module, mesh=mesh)
 
     def _loss(self, batch: Batch) -> Tensor:
@@ -113,16 +123,20 @@ class ParallelTrainer(Trainer):
             return ranks.shard(torch.from_numpy(x[rows])).to(self.device)
 
         mask = masks.causal() & masks.documents(batch.documents[rows])
-        logits = self.model(mine(batch.tokens), mine(batch.positions), mask, backend=ranks)
-        targets = mine(batch.targets).flatten()
-        total = functional.cross_entropy(logits.flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum")
+        with torch.autocast(**self.objective.precision):
+            logits = self.model(mine(batch.tokens), mine(batch.positions), mask, backend=ranks)
+        logits, targets = logits.flatten(0, 1).float(), mine(batch.targets).flatten()
+        total = functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
         shares = dist.get_world_size() // (1 if self.model.training else self.groups)
         return total * (shares / int((batch.targets != IGNORED).sum()))
+
+    def _mean(self, batch: Batch) -> Tensor:
+        return self._loss(batch)
 
     @property
     def layout(self) -> str:
         """A balanced layout for attention, a contiguous one for recurrent layers, whose states go from rank to rank."""
-        return "zigzag" if isinstance(self.model, Llama) else "contiguous"
+        return "contiguous" if isinstance(self.model, Hybrid) else "zigzag"
 
     def whole(self) -> nn.Module:
         """The trained model in this process alone, from the last weights that were written."""

@@ -12,6 +12,9 @@ from .llama_config import LlamaConfig
 
 # the learning rate falls to this share of its peak
 FLOOR = 0.1
+# settings that runs of earlier versions lack; their defaults are what those runs did
+LATER = {"data", "dtype", "compile", "recompute"}
+DTYPES = ("float32", "bfloat16")
 # minutes and least steps of a run with neither option; after fewer steps, sampled text does not read like code
 MINUTES, LEAST_STEPS = 2.0, 600
 
@@ -20,12 +23,16 @@ MINUTES, LEAST_STEPS = 2.0, 600
 class Settings:
     """The settings of a run: the same settings, text and machine give the same losses.
 
+    text: files; data: a folder of tokens, which is made of the installed packages if it is missing. Without both, the
+    text is Python's standard library. dtype: of the matrix products; weights and their updates are in float32. compile:
+    torch.compile the blocks. recompute: compute the inside of a block again in the backward, which takes less memory.
     `steps` or `minutes` bounds the run. If neither is given, it takes `MINUTES`, and at least `LEAST_STEPS`. Minutes
     become a number of steps once `training.MEASURED` steps have been timed; the checkpoint stores that number.
     Raises ValueError as `check_settings`.
     """
 
     text: tuple[str, ...] = ()
+    data: str = ""
     model: str = "attention"
     steps: int | None = None
     minutes: float | None = None
@@ -45,6 +52,9 @@ class Settings:
     seed: int = 0
     checkpoint_every: int = 50
     validation_rows: int = 8
+    dtype: str = "float32"
+    compile: bool = False
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         check_settings(vars(self))
@@ -94,6 +104,13 @@ def check_settings(values: Mapping[str, Any], spelled: Callable[[str], str] = st
 
     if known["steps"] is not None and known["minutes"] is not None:
         raise ValueError(f"{' and '.join(spelled_out('steps', 'minutes'))} are given; give one of them")
+    if known["dtype"] not in DTYPES:
+        raise ValueError(f"{spelled('dtype')} is {known['dtype']!r}; expected one of {', '.join(DTYPES)}")
+    if known["model"] == "gpt2" and not (known["tie"] and known["kv_heads"] == known["heads"]):
+        raise ValueError(
+            f"{', '.join(spelled_out('model', 'heads', 'kv_heads', 'tie'))}; expected as many kv_heads as heads in "
+            "GPT-2, and tie, because its head is its embedding"
+        )
     for above, below in (("width", "heads"), ("heads", "kv_heads")):
         if known[above] % known[below]:
             larger, smaller = spelled_out(above, below)
@@ -105,7 +122,7 @@ def check_settings(values: Mapping[str, Any], spelled: Callable[[str], str] = st
 
 def agreed(saved: dict[str, Any], options: dict[str, Any]) -> Settings:
     """The saved settings of a run to resume. Raises a ValueError that names all of `options` that differ."""
-    if unknown := sorted(saved.keys() ^ {one.name for one in fields(Settings)}):
+    if unknown := sorted((saved.keys() ^ {one.name for one in fields(Settings)}) - LATER):
         raise ValueError(f"the settings of the run to resume differ from this version's in {', '.join(unknown)}")
     values: dict[str, Any] = {**saved, "text": tuple(saved["text"])}
     settings = Settings(**values)

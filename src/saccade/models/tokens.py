@@ -21,6 +21,7 @@ END = 0
 END_TEXT = "<|end|>"
 BPE_SAMPLE = 4_000_000
 KINDS = ("bpe", "bytes")
+TOKENIZER, FORMAT = "tokenizer.json", "tokenizer_config.json"
 
 
 class Tokenizer(Protocol):
@@ -121,6 +122,15 @@ def make_tokenizer(kind: str, texts: Iterable[str], vocab_size: int) -> Tokenize
     if kind == "bpe":
         return Bpe.train(texts, vocab_size)
     raise ValueError(f"tokenizer {kind!r} is not known; choose 'bpe' or 'bytes'")
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
+    """Write a tokenizer in a model's folder; a BPE with what Hugging Face transformers reads next to it."""
+    tokenizer.save(folder / TOKENIZER)
+    if isinstance(tokenizer, Bpe):
+        ends = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_TEXT)
+        kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        write_atomic(folder / FORMAT, json.dumps({**kind, **ends, "model_max_length": context}, indent=2).encode())
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

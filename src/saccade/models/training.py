@@ -1,6 +1,6 @@
-"""Training of a small model on packed text: AdamW, warmup and cosine, clipping, checkpoints that resume bit for bit.
+"""Training of a model on packed text: AdamW, warmup and cosine, clipping, checkpoints that resume bit for bit.
 
-A run's folder has `config.json` and `model.safetensors` (Hugging Face layout), `tokenizer.json`,
+A run's folder has `config.json`, `model.safetensors` and the tokenizer's files (Hugging Face layout),
 `checkpoint.safetensors` (weights, optimizer, generator, step; see checkpoint.py) and `losses.jsonl`, one line per step.
 The checkpoint decides at which step a run resumes. The weights are renamed into place before it. On resuming, the log
 is cut to the checkpoint's step, and weights that differ from the checkpoint are written again. So a run that is killed
@@ -21,24 +21,25 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from .. import mask as masks
 from .checkpoint import encode_checkpoint, load_checkpoint, read_state
-from .data import IGNORED, Batch, PackedText, read_documents
+from .data import Batch
 from .files import naming, temporary, write_atomic, write_together
 from .losses import LOSSES, logged_to
+from .objective import Objective, make_optimizer, set_up
 from .progress import CHECKPOINT, RANKS, Progress, read_progress
 from .settings import Settings, agreed
-from .tokens import Tokenizer, load_tokenizer, make_tokenizer
+from .speed import Meter
+from .texts import Text, load_text
+from .tokens import FORMAT, TOKENIZER, Tokenizer, load_tokenizer, save_tokenizer
 from .variants import make_model
 from .weights import encode_weights
 
 # steps after which a run that is limited by minutes fixes its number of steps
 MEASURED = 24
-WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
 # a folder with any of these holds a run or a model, which only --overwrite replaces
-FILES = (CHECKPOINT, RANKS, WEIGHTS, CONFIG, TOKENIZER, LOSSES)
+FILES = (CHECKPOINT, RANKS, WEIGHTS, CONFIG, TOKENIZER, FORMAT, LOSSES)
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,14 @@ class Trainer:
         resume: bool = False,
         overwrite: bool = False,
         backend: str | None = None,
+        device: str = "cpu",
         say: Callable[[str], None] | None = None,
     ) -> None:
         """settings: the fields of `Settings` that the caller chose; to resume, they must agree with the run's own.
-        say: called with a few words before each part of the preparation that takes seconds."""
+        device: of the model, as torch names it; say: called with a few words before each part of the preparation that
+        takes seconds."""
         self.out, self.backend, self.stopping = Path(out), backend, False
+        self.device = self._device(device)
         # the usual time of a step, once MEASURED steps have been timed
         self.step_seconds: float | None = None
         say = say if say is not None and self.main else lambda _: None
@@ -85,29 +89,22 @@ class Trainer:
         self.resumed = progress is not None
         if "text" in settings:
             settings = {**settings, "text": tuple(str(Path(path).resolve()) for path in settings["text"])}
+        if settings.get("data"):
+            settings = {**settings, "data": str(Path(settings["data"]).resolve())}
         self.settings = Settings(**settings) if progress is None else agreed(progress.settings, settings)
 
-        say("reading the text")
-        texts = read_documents(self.settings.text)
-        tokenizer_path = self.out / TOKENIZER
-        self.tokenizer: Tokenizer
-        if self.resumed:
-            self.tokenizer = load_tokenizer(tokenizer_path)
-        else:
-            say("training the tokenizer")
-            self.tokenizer = make_tokenizer(self.settings.tokenizer, texts, self.settings.vocab)
-        say("turning the text into tokens")
-        ids = self.tokenizer.encode(texts)
-        self.data = PackedText(ids, self.settings.context, self.settings.seed)
-        bytes_per_token = sum(len(text.encode()) for text in texts) / sum(map(len, ids))
-        self.documents = len(texts)
+        self.text = self._load_text(load_tokenizer(self.out / TOKENIZER) if self.resumed else None, say)
+        self.data, self.tokenizer = self.text.rows, self.text.tokenizer
         total = self.settings.steps
-        self.progress = Progress(asdict(self.settings), self.data.fingerprint, bytes_per_token, total=total)
+        self.progress = Progress(asdict(self.settings), self.data.fingerprint, self.text.bytes_per_token, total=total)
 
         say("making the model")
         torch.manual_seed(self.settings.seed)
         self.model = make_model(self.settings.model, self.settings.config(self.tokenizer.vocab_size))
+        set_up(self.model, self.settings)
         self._place()
+        self.meter = Meter(self.model, self.settings, self.device)
+        self.objective = Objective(self.model, self.settings, self.device, self.backend)
         self.optimizer = make_optimizer(self.model, self.settings)
         if self.resumed:
             self._restore()
@@ -147,15 +144,28 @@ class Trainer:
     def _stored(self) -> Progress:
         return read_progress(read_state(self.out / self.state), self.out / self.state)
 
+    def _load_text(self, tokenizer: Tokenizer | None, say: Callable[[str], None]) -> Text:
+        return load_text(self.settings, tokenizer, say)
+
+    def _device(self, name: str) -> torch.device:
+        try:
+            device = torch.device(name)
+        except RuntimeError:
+            raise ValueError(f"device is {name!r}; expected cpu, cuda, or cuda:1 for the second GPU") from None
+        if device.type != "cpu" and not torch.accelerator.is_available():
+            raise ValueError(f"device is {name!r}, and torch {torch.__version__} finds no accelerator on this machine")
+        return device
+
     def _place(self) -> None:
-        """Move the model to its device; a single process leaves it where it is."""
+        """Move the model to its device."""
+        self.model.to(self.device)
 
     def _begin(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
         # the old run's checkpoint first: without it, the other files are not a run that can be resumed
         for name in (CHECKPOINT, RANKS, WEIGHTS):
             (self.out / name).unlink(missing_ok=True)
-        self.tokenizer.save(self.out / TOKENIZER)
+        save_tokenizer(self.tokenizer, self.out, self.settings.context)
         write_atomic(self.out / CONFIG, json.dumps(self.model.config.to_dict(), indent=2).encode())
         write_atomic(self.out / LOSSES, b"")
 
@@ -184,6 +194,7 @@ class Trainer:
                 now = time.perf_counter()
                 progress.seconds = before + now - began
                 times.append(now - started)
+                self.meter.add(self._batch, times[-1])
                 done = TrainingStep(progress.step, loss, lr, norm, progress.seconds)
                 with naming(path):
                     log.write(json.dumps(asdict(done)) + "\n")
@@ -223,7 +234,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.model.train()
-        loss = self._loss(self.data.batch(progress.step, settings.batch))
+        self._batch = self.data.batch(progress.step, settings.batch)
+        loss = self._loss(self._batch)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
         self.optimizer.step()
@@ -240,17 +252,16 @@ class Trainer:
         return x.item()
 
     def _loss(self, batch: Batch) -> Tensor:
-        mask = masks.causal() & masks.documents(batch.documents)
-        tokens, positions = torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions)
-        logits = self.model(tokens, positions, mask, backend=self.backend)
-        targets = torch.from_numpy(batch.targets)
-        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        return self.objective.loss(batch)
+
+    def _mean(self, batch: Batch) -> Tensor:
+        return self.objective.mean(batch)
 
     @torch.no_grad()
     def validate(self) -> float:
         """The loss in nats per token on the held-out text."""
         self.model.eval()
-        return self._value(self._loss(self.data.validation(self.settings.validation_rows)))
+        return self._value(self._mean(self.data.validation(self.settings.validation_rows)))
 
     def whole(self) -> nn.Module:
         """The trained model in this process alone."""
@@ -290,11 +301,3 @@ class Trainer:
                 temporary(self.out / name).unlink(missing_ok=True)
             write_atomic(self.out / LOSSES, log.encode())
         self._complete()
-
-
-def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)

@@ -1,0 +1,77 @@
+"""What training minimises and how: the loss of a batch in the dtype of a run, its blocks, its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from .. import mask as masks
+from ..distributed.context import Where
+from .blocks import Decoder
+from .data import IGNORED, Batch
+from .settings import Settings
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def set_up(model: Decoder, settings: Settings) -> None:
+    """Make the blocks of a model compute as the settings say.
+
+    recompute: each block keeps only its input for the backward. compile: torch.compile fuses what a block does around
+    its matrix products and its attention; blocks of one kind share a graph.
+    """
+    for block in model.blocks:
+        if settings.recompute:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        if settings.compile:
+            block.compile(dynamic=False)
+
+
+class Objective:
+    """The mean cross-entropy in nats of the rows of a batch, with products in the dtype of the settings."""
+
+    def __init__(self, model: Decoder, settings: Settings, device: torch.device, backend: Where) -> None:
+        self.model, self.device, self.backend = model, device, backend
+        self.rows = settings.batch
+        self.precision: dict[str, Any] = {
+            "device_type": device.type,
+            "dtype": DTYPES[settings.dtype],
+            "enabled": settings.dtype != "float32",
+        }
+
+    def loss(self, batch: Batch, reduction: str = "mean") -> Tensor:
+        """The mean or the sum over the targets of a batch."""
+        mask = masks.causal() & masks.documents(torch.from_numpy(batch.documents).to(self.device))
+        tokens, positions, targets = (
+            torch.from_numpy(x).to(self.device) for x in (batch.tokens, batch.positions, batch.targets)
+        )
+        with torch.autocast(**self.precision):
+            logits = self.model(tokens, positions, mask, backend=self.backend)
+        # in float32, also if the logits are not
+        return functional.cross_entropy(
+            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction=reduction
+        )
+
+    @torch.no_grad()
+    def mean(self, batch: Batch) -> Tensor:
+        """The mean over a batch of any number of rows, a step's rows at a time."""
+        total = sum(self.loss(part, "sum") for part in self._parts(batch))
+        return total / int((batch.targets != IGNORED).sum())
+
+    def _parts(self, batch: Batch) -> Iterator[Batch]:
+        for start in range(0, len(batch.tokens), self.rows):
+            yield Batch(*(x[start : start + self.rows] for x in batch))
+
+
+def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
+    """AdamW with weight decay on matrices only."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)
