@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ pytest.importorskip("safetensors")
 
 from saccade.models.batching import serve  # noqa: E402
 from saccade.models.llama import Llama, LlamaConfig  # noqa: E402
+from saccade.models.replay import WARM, Steps  # noqa: E402
 from saccade.models.sampling import Sampler, generate, prefill  # noqa: E402
 
 VOCABULARY = 61
@@ -174,3 +177,46 @@ def test_generation_repeats_and_stops() -> None:
         next(generate(model, prompts, 600, Sampler()))
     with pytest.raises(ValueError, match="prompt 1 is empty"):
         next(generate(model, [[1], []], 3, Sampler()))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+def test_steps_of_static_shapes_draw_the_same_tokens(temperature: float, tokens: int) -> None:
+    model, sampler = small(), Sampler(temperature, top_k=20, top_p=0.95)
+    prompts = [row[:n].tolist() for row, n in zip(some_tokens(3, 20), (3, 14, 9), strict=True)]
+    expected = list(generate(model, prompts, tokens, sampler, seed=3))
+    addresses: list[int] = []
+
+    def tried_first(step, generator, undo):
+        # as before the capture of a graph
+        for _ in range(WARM):
+            step()
+        undo()
+
+        def replay() -> None:
+            step()
+            addresses.append(caches[0].lengths.data_ptr())
+
+        return replay
+
+    logits, caches = prefill(model, prompts, 20 + tokens + WARM + 1, 256)
+    generator = torch.Generator().manual_seed(3)
+    assert list(Steps(model, caches, sampler, generator, capture=tried_first).run(logits, tokens)) == expected
+    assert len(set(addresses)) <= 1
+    assert len(addresses) >= len(expected) - 1
+
+
+def test_steps_of_static_shapes_end_and_refuse_what_is_not_finite() -> None:
+    model, prompts = small(), [[1, 2, 3]]
+    (token,) = next(generate(model, prompts, 1, Sampler(0.0)))
+    model.config = dataclasses.replace(model.config, eos_token_id=token)
+    logits, caches = prefill(model, prompts, 60, 256)
+    steps = Steps(model, caches, Sampler(0.0), torch.Generator(), capture=lambda step, *_: step)
+    assert list(steps.run(logits, 50)) == [[token]]
+    model.config = dataclasses.replace(model.config, eos_token_id=-1)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(torch.nan)
+    logits, caches = prefill(model, prompts, 60, 256)
+    steps = Steps(model, caches, Sampler(0.9), torch.Generator(), capture=lambda step, *_: step)
+    with pytest.raises(FloatingPointError, match=r"sequences \[0\] of the batch are not finite"):
+        list(steps.run(logits, 50))

@@ -46,6 +46,7 @@ def generate(
     draft: Annotated[
         str | None, typer.Option(help="ngram: draft tokens by what the text repeats, and check several in one call.")
     ] = None,
+    device: Annotated[str, typer.Option(help="Device of the model: cpu, cuda, cuda:1.")] = "cpu",
     backend: Annotated[str | None, typer.Option(help="Attention backend; by default chosen by device.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print texts and figures as JSON.")] = False,
 ) -> None:
@@ -58,7 +59,7 @@ def generate(
     numbers |= {"rows": rows, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     with show.plain_errors("generate", "train"):
         check_options(prompt, prompts, dtype, numbers, backend)
-        net, tokenizer = loaded(model, dtype)
+        net, tokenizer = loaded(model, dtype, device)
         from saccade.models.batching import serve
         from saccade.models.drafts import Draft
         from saccade.models.sampling import Sampler
@@ -105,15 +106,15 @@ def per_call(drafts: Draft | None) -> str:
     return "" if drafts is None else f", {drafts.tokens_per_call:.2f} tokens per call"
 
 
-def loaded(folder: Path, dtype: str) -> tuple[Any, Tokenizer]:
-    """A folder's model and tokenizer. Raises as `load_model` and `load_tokenizer` do."""
+def loaded(folder: Path, dtype: str, device: str) -> tuple[Any, Tokenizer]:
+    """A folder's model on a device, and its tokenizer. Raises as `load_model`, `load_tokenizer` and `device_of` do."""
     with show.working(Console(stderr=True), "loading the model"):
         import torch
 
-        from saccade.models.loading import load_model
+        from saccade.models.loading import device_of, load_model
         from saccade.models.tokens import load_tokenizer
 
-        return load_model(folder, getattr(torch, dtype)), load_tokenizer(folder / "tokenizer.json")
+        return load_model(folder, getattr(torch, dtype), device_of(device)), load_tokenizer(folder / "tokenizer.json")
 
 
 def check_options(

@@ -102,13 +102,14 @@ def serve(
     while waiting or running:
         while waiting and len(running) < batch:
             number, prompt = waiting.pop()
-            running.append(_start(number, Text(prompt, tokens, model.config.ends, draft), begins, seed))
+            text, generator = Text(prompt, tokens, model.config.ends, draft), torch.Generator(model.device)
+            running.append(_start(number, text, begins, generator.manual_seed(seed + number)))
         taken = _taken(running, chunk, rows)
         cu = np.concatenate([[0], np.cumsum([len(some) for some in taken])])
         sequences = [one.sequence for one in running]
         wanted = [_wanted(len(one.known), len(some), page_size) for one, some in zip(running, taken, strict=True)]
         begins.free(sum(wanted))
-        flat = _padded([token for some in taken for token in some], rows)[None]
+        flat = _padded([token for some in taken for token in some], rows).to(model.device)[None]
         order = True if rows is None else "batch"
         hidden = model.hidden(flat, caches=[PagedTokens(x, sequences, cu, order) for x in layers], backend=backend)[0]
         counts = [len(one.tree.tokens) for one in running]
@@ -159,11 +160,10 @@ def _padded(numbers: Sequence[int] | np.ndarray, rows: int | None) -> torch.Tens
     return padded
 
 
-def _start(number: int, text: Text, begins: PrefixCache, seed: int) -> _Running:
+def _start(number: int, text: Text, begins: PrefixCache, generator: torch.Generator) -> _Running:
     # the last token of a prompt is read: its logits are needed
     prompt = text.tokens
     sequence, shared = begins.begin(prompt[:-1])
-    generator = torch.Generator().manual_seed(seed + number)
     return _Running(number, sequence, prompt[shared:], generator, prompt[:shared], text, Tree(0))
 
 

@@ -127,6 +127,11 @@ class Decoder(nn.Module):
         """hidden [..., width] -> [..., vocab]."""
 
     @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return next(self.parameters()).device
+
+    @property
     @abstractmethod
     def blocks(self) -> list[Any]:
         """The layers of the stack, modules, first to last."""

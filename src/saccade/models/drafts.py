@@ -211,7 +211,7 @@ def read(model: Decoder, caches: Caches, trees: Sequence[Tree], backend: str | N
     if any(tree.parents != list(range(-1, len(tree.parents) - 1)) for tree in trees):
         first = (caches if isinstance(caches, StackCache) else caches[0]).positions[:, None]
         options = {"mask": masks.tree(parents), "positions": first + torch.from_numpy(depths(parents)).to(first.device)}
-    return model(torch.from_numpy(tokens), caches=caches, backend=backend, **options)
+    return model(torch.from_numpy(tokens).to(model.device), caches=caches, backend=backend, **options)
 
 
 def walk(

@@ -175,7 +175,7 @@ class Hybrid(Decoder):
         for start, stop in caches.pieces(tokens):
             piece = tokens[:, start:stop]
             if positions is None:
-                where = caches.positions[:, None] + torch.arange(stop - start)
+                where = caches.positions[:, None] + torch.arange(stop - start, device=tokens.device)
             else:
                 where = positions[..., start:stop]
             parts.append(self._read(piece, where, mask, caches.packing(stop - start), caches, backend))
@@ -232,7 +232,7 @@ class Hybrid(Decoder):
                 layers.append(LatentKVCache(batch, capacity, *latent, **options))
             else:
                 layers.append(KVCache(batch, capacity, *sizes, **options) if sizes else {})
-        return StackCache(layers, batch, every)
+        return StackCache(layers, batch, every, self.device)
 
     def make_pages(self, pages: int, page_size: int, quantised: str | None = None) -> list[PagedKVCache]:
         """Raises ValueError for recurrent layers and for latent attention, whose states and rows these pages lack."""

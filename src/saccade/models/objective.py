@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import mask as masks
 from ..distributed.context import Where
+from ..mask import Mask
 from .blocks import Decoder
 from .data import IGNORED, Batch
 from .settings import Settings
@@ -45,9 +46,13 @@ class Objective:
             "enabled": settings.dtype != "float32",
         }
 
+    def mask_of(self, batch: Batch) -> Mask:
+        """What each token of a batch attends to: the tokens before it in its document."""
+        return masks.causal() & masks.documents(torch.from_numpy(batch.documents).to(self.device))
+
     def loss(self, batch: Batch, reduction: str = "mean") -> Tensor:
         """The mean or the sum over the targets of a batch."""
-        mask = masks.causal() & masks.documents(torch.from_numpy(batch.documents).to(self.device))
+        mask = self.mask_of(batch)
         tokens, positions, targets = (
             torch.from_numpy(x).to(self.device) for x in (batch.tokens, batch.positions, batch.targets)
         )

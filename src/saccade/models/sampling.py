@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -13,49 +12,9 @@ from torch import Tensor
 from ..caches.contiguous import KVCache
 from .blocks import Decoder
 from .drafts import Draft, Text, speculate
-from .fields import OPTIONS, check_fields
+from .replay import WARM, Steps, replayable
+from .sampler import Sampler
 from .states import StackCache
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """How the next token is drawn from its logits.
-
-    temperature: 0 takes the largest logit; top_k: tokens to draw from, 0 for all; top_p: draw from the fewest tokens
-    whose probabilities reach this sum. Raises ValueError for values out of range.
-    """
-
-    temperature: float = 0.8
-    top_k: int = 0
-    top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_fields(vars(self), OPTIONS)
-
-    def draw(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """logits [B, vocab] -> int64 [B]; logits of −inf are never drawn.
-
-        Raises FloatingPointError if a row has NaN, +inf, or nothing above −inf.
-        """
-        largest = logits.amax(-1, keepdim=True)
-        if not largest.isfinite().all():
-            rows = (~largest.isfinite()[:, 0]).nonzero()[:, 0].tolist()
-            raise FloatingPointError(
-                f"the model's logits for sequences {rows[:8]} of the batch are not finite, so no token can be drawn; "
-                "check its weights, or compute in a dtype of wider range"
-            )
-        if self.temperature == 0:
-            return logits.argmax(-1)
-        # the largest is now 0, so that a small temperature overflows to −inf, never to +inf
-        logits = (logits - largest).double().div(self.temperature).float()
-        if self.top_k:
-            least = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
-            logits = logits.masked_fill(logits < least, -torch.inf)
-        if self.top_p < 1:
-            ordered, index = logits.softmax(-1).sort(-1, descending=True)
-            beyond = ordered.cumsum(-1) - ordered >= self.top_p
-            logits = logits.masked_fill(beyond.gather(-1, index.argsort(-1)), -torch.inf)
-        return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 
 
 @torch.no_grad()
@@ -73,13 +32,14 @@ def prefill(
     or one `StackCache`.
     Raises ValueError for an empty prompt or one beyond the capacity.
     """
-    lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32)
-    longest = int(lengths.max()) if len(prompts) else 0
-    if longest > capacity or (len(prompts) and int(lengths.min()) < 1):
-        raise ValueError(f"prompts of {lengths.tolist()} tokens; each needs 1 to {capacity}")
+    counts = [len(prompt) for prompt in prompts]
+    longest = max(counts, default=0)
+    if longest > capacity or min(counts, default=1) < 1:
+        raise ValueError(f"prompts of {counts} tokens; each needs 1 to {capacity}")
     padded = torch.zeros(len(prompts), longest, dtype=torch.int64)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = torch.as_tensor(prompt)
+    padded, lengths = padded.to(model.device), torch.tensor(counts, dtype=torch.int32, device=model.device)
     caches = model.make_caches(len(prompts), capacity, quantised)
     if isinstance(caches, StackCache):
         caches.ends = lengths.long()
@@ -137,7 +97,7 @@ def generate(
         if keep[0] < 0 or keep[1] < 1:
             raise ValueError(f"keep is {keep}; expected sinks of at least 0 and a window of at least 1")
         capacity = min(capacity, max(longest, sum(keep)) + keep[1] // 4 + 1)
-    draft, room = Draft.of(draft), 0
+    draft, room = Draft.of(draft), WARM + 1 if model.device.type == "cuda" else 0
     if draft is not None:
         if keep is not None:
             raise ValueError(f"keep is {keep} and draft is given; expected one of them: a tree needs all its tokens")
@@ -146,7 +106,7 @@ def generate(
     if not tokens:
         return
     model.eval()
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(model.device).manual_seed(seed)
     logits, caches = prefill(model, prompts, capacity + room, chunk, backend, quantised)
     if first is not None:
         logits = allow(logits, first)
@@ -154,10 +114,14 @@ def generate(
         texts = [Text(prompt, tokens, config.ends, draft) for prompt in prompts]
         yield from speculate(model, caches, texts, logits, draft, partial(sampler.draw, generator=generator), backend)
         return
-    ended = torch.zeros(len(prompts), dtype=torch.bool)
+    if keep is None and replayable(model, caches):
+        yield from Steps(model, caches, sampler, generator, backend).run(logits, tokens)
+        return
+    ends = torch.tensor(config.ends, device=model.device)
+    ended = torch.zeros(len(prompts), dtype=torch.bool, device=model.device)
     for count in range(tokens):
         drawn = sampler.draw(logits, generator).masked_fill(ended, config.ends[0])
-        ended |= torch.isin(drawn, torch.tensor(config.ends))
+        ended |= torch.isin(drawn, ends)
         yield drawn.tolist()
         if ended.all() or count + 1 == tokens:
             return
@@ -196,6 +160,6 @@ def check_lengths(
 
 def allow(logits: Tensor, first: np.ndarray) -> Tensor:
     """logits [B, vocab], set to −inf for tokens that first, bool [B, n], does not allow, and for tokens from n on."""
-    allowed = torch.zeros(logits.shape, dtype=torch.bool)
-    allowed[:, : first.shape[1]] = torch.as_tensor(first)
+    allowed = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+    allowed[:, : first.shape[1]] = torch.as_tensor(first).to(logits.device)
     return logits.masked_fill(~allowed, -torch.inf)

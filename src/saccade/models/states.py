@@ -86,15 +86,17 @@ class StackCache:
     """The caches of a stack, one per layer: a `KVCache` of its keys, or the `State` of a recurrent layer.
 
     layers: the caches, first to last; batch: the number of sequences; every: tokens between two copies of the states,
-    None for no copies. lengths: int64 [B], the tokens read. If `ends` [B] is set, a sequence takes no token beyond its
-    end, which prompts of different lengths in one batch need.
+    None for no copies; device: of the lengths. lengths: int64 [B], the tokens read. If `ends` [B] is set, a sequence
+    takes no token beyond its end, which prompts of different lengths in one batch need.
     """
 
-    def __init__(self, layers: list[KVCache | State], batch: int, every: int | None = None) -> None:
+    def __init__(
+        self, layers: list[KVCache | State], batch: int, every: int | None = None, device: torch.device | None = None
+    ) -> None:
         if every is not None and every < 1:
             raise ValueError(f"every is {every}; expected at least 1 token between checkpoints of states, or None")
         self.layers, self.every = layers, every
-        self.lengths = torch.zeros(batch, dtype=torch.int64)
+        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.ends: Tensor | None = None
         self._checkpoints: dict[int, list[State]] = {}
         self._tokens = list[Tensor]()
@@ -164,7 +166,7 @@ class StackCache:
             raise ValueError("accept on a stack with states, checkpoints or ends; expected one with only keys")
         for cache in self.keys:
             cache.accept(tokens, paths)
-        self.lengths = self.lengths - tokens + torch.tensor([len(path) for path in paths])
+        self.lengths = self.lengths - tokens + self.lengths.new_tensor([len(path) for path in paths])
 
     def settle(self) -> None:
         """Forget the keys beyond `ends`, where every sequence continues."""
@@ -186,7 +188,7 @@ class StackCache:
                 "one for all"
             )
         if length == longest:
-            return torch.zeros(len(self.lengths), 0, dtype=torch.int64)
+            return self.lengths.new_zeros(len(self.lengths), 0)
         if self.every is None and self.states and length:
             raise ValueError(
                 f"crop to {length} of {longest} tokens: a state cannot be shortened, and it has no checkpoint; "
@@ -202,7 +204,7 @@ class StackCache:
         for cache in self.keys:
             cache.lengths = cache.lengths * 0 + nearest
         self._checkpoints = {count: states for count, states in self._checkpoints.items() if count <= nearest}
-        tokens = torch.cat(self._tokens, 1) if self._tokens else torch.zeros(len(self.lengths), 0, dtype=torch.int64)
+        tokens = torch.cat(self._tokens, 1) if self._tokens else self.lengths.new_zeros(len(self.lengths), 0)
         self._tokens = [tokens[:, :nearest]]
         self.lengths = torch.full_like(self.lengths, nearest)
         return tokens[:, nearest:length]

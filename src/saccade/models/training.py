@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from .checkpoint import encode_checkpoint, load_checkpoint, read_state
 from .data import Batch
 from .files import naming, temporary, write_atomic, write_together
+from .loading import device_of
 from .losses import LOSSES, logged_to
 from .objective import Objective, make_optimizer, set_up
 from .progress import CHECKPOINT, RANKS, Progress, read_progress
@@ -148,13 +149,7 @@ class Trainer:
         return load_text(self.settings, tokenizer, say)
 
     def _device(self, name: str) -> torch.device:
-        try:
-            device = torch.device(name)
-        except RuntimeError:
-            raise ValueError(f"device is {name!r}; expected cpu, cuda, or cuda:1 for the second GPU") from None
-        if device.type != "cpu" and not torch.accelerator.is_available():
-            raise ValueError(f"device is {name!r}, and torch {torch.__version__} finds no accelerator on this machine")
-        return device
+        return device_of(name)
 
     def _place(self) -> None:
         """Move the model to its device."""

@@ -1,0 +1,297 @@
+"""Training with the attention of Saccade and of peers: `python benchmarks/training.py rows.csv --data tokens`.
+
+The model of a preset is trained on the same rows of a folder of tokens (`saccade train --preset llama-30m` makes one)
+with the same optimiser and seed; only the attention differs. Each run has a process of its own, which `--rounds`
+repeats in turn. A row has the median seconds of a step, tokens per second, and the most memory of the process.
+`--losses 300` trains so many steps with each of two seeds instead, and writes every tenth loss. `--device cuda` adds
+the peers of GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from arguments import parser
+
+from saccade.cli.bench.clocks import timing
+from saccade.cli.bench.machine import Environment, environment
+from saccade.cli.bench.rows import Row, note, write
+
+# steps of a process that are not timed: they compile and allocate
+FIRST = 3
+SEEDS, LAST, EVERY = 2, 20, 10
+
+
+class Peer(NamedTuple):
+    """An attention: what its mask is for a batch, and its call on q [B, T, Hq, D], k, v [B, T, Hk, D]."""
+
+    documents: bool
+    mask_of: Callable[..., Any]
+    attention: Callable[..., Any] | None
+    device: str = "cpu"
+
+
+def same_document(batch: Any, device: Any) -> Any:
+    """bool [B, T, T]: the earlier tokens of each token's document."""
+    import torch
+
+    ids = torch.from_numpy(batch.documents).to(device)
+    T = ids.shape[1]
+    return (ids[:, :, None] == ids[:, None, :]) & torch.ones(T, T, dtype=torch.bool, device=device).tril()
+
+
+def sdpa(q: Any, k: Any, v: Any, mask: Any, **_: object) -> Any:
+    """torch's own attention with a bool mask [B, T, T], or causal if mask is no tensor."""
+    import torch
+    from torch.nn import functional
+
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    more = {"attn_mask": mask[:, None]} if torch.is_tensor(mask) else {"is_causal": True}
+    return functional.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **more).transpose(1, 2)
+
+
+def sdpa_parts(q: Any, k: Any, v: Any, mask: Any, **_: object) -> Any:
+    """torch's own attention, causal, for one document after another; mask: the borders of each row."""
+    import torch
+
+    rows = []
+    for row, borders in enumerate(mask):
+        parts = [(x[row : row + 1].split(borders, 1)) for x in (q, k, v)]
+        rows.append(torch.cat([sdpa(*part, None) for part in zip(*parts, strict=True)], 1))
+    return torch.cat(rows)
+
+
+def lengths_of(batch: Any) -> list[list[int]]:
+    """The lengths of the documents in each row."""
+    import numpy as np
+
+    return [np.bincount(row).tolist() for row in batch.documents]
+
+
+def block_mask(batch: Any, device: Any) -> Any:
+    """FlexAttention's mask of the earlier tokens of each token's document."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    ids = torch.from_numpy(batch.documents).to(device)
+    B, T = ids.shape
+
+    def allowed(b: Any, _: Any, i: Any, j: Any) -> Any:
+        return (i >= j) & (ids[b, i] == ids[b, j])
+
+    return torch.compile(create_block_mask)(allowed, B, None, T, T, device=device)
+
+
+def flex(q: Any, k: Any, v: Any, mask: Any, **_: object) -> Any:
+    """FlexAttention; the caller compiles it."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return flex_attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+
+
+def borders_of(batch: Any, device: Any) -> Any:
+    """cu_seqlens of the documents of all rows, and the longest."""
+    import numpy as np
+    import torch
+
+    lengths = np.concatenate(lengths_of(batch))
+    cu = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
+    return cu, int(lengths.max())
+
+
+def flash_4(q: Any, k: Any, v: Any, mask: Any, **_: object) -> Any:
+    """FlashAttention-4 on packed documents, or on whole rows if mask has no borders."""
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    if not isinstance(mask, tuple):
+        return flash_attn_func(q, k, v, causal=True)[0]
+    cu, longest = mask
+    packed = (x.flatten(0, 1) for x in (q, k, v))
+    o = flash_attn_varlen_func(
+        *packed, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest, max_seqlen_k=longest, causal=True
+    )
+    return o[0].unflatten(0, q.shape[:2])
+
+
+def causal(*_: object) -> Any:
+    """Saccade's mask of all earlier tokens of a row."""
+    from saccade import mask as masks
+
+    return masks.causal()
+
+
+PEERS = {
+    "saccade": Peer(True, lambda *_: None, None),
+    "sdpa, bool mask": Peer(True, same_document, sdpa),
+    "sdpa by document": Peer(True, lambda batch, _: lengths_of(batch), sdpa_parts),
+    "FlexAttention": Peer(True, block_mask, flex),
+    "FlashAttention-4": Peer(True, borders_of, flash_4, "cuda"),
+    "saccade, causal": Peer(False, causal, None),
+    "sdpa, causal": Peer(False, causal, sdpa),
+    "FlashAttention-4, causal": Peer(False, causal, flash_4, "cuda"),
+}
+# those whose calls differ with each batch, and are left out of the compiled blocks
+NOT_COMPILED = ("sdpa by document",)
+
+
+def child(job: dict[str, Any]) -> None:
+    """One run, in a process of its own: a JSON line per step."""
+    from saccade.cli.train import share_cores
+
+    share_cores()
+    import torch
+
+    from saccade.models import blocks, objective
+    from saccade.models.speed import memory, wait
+    from saccade.models.training import Trainer
+
+    peer, last = PEERS[job["peer"]], {}
+    attention = peer.attention
+
+    def mask_of(self: Any, batch: Any) -> Any:
+        last["mask"] = peer.mask_of(batch, self.device)
+        return None if job["peer"] in NOT_COMPILED else last["mask"]
+
+    @torch.compiler.disable
+    def not_compiled(q: Any, k: Any, v: Any, *_: object, **more: object) -> Any:
+        # a mask of Python numbers as an argument would compile the blocks again in each step
+        return peer.attention(q, k, v, last["mask"])
+
+    if attention is not None:
+        attention = not_compiled if job["peer"] in NOT_COMPILED else attention
+        blocks.api = SimpleNamespace(attention=attention)  # type: ignore[assignment]
+    if job["peer"] != "saccade":
+        objective.Objective.mask_of = mask_of  # type: ignore[method-assign]
+
+    class Timed(Trainer):
+        def _step(self) -> tuple[float, float, float]:
+            wait(self.device)
+            start = time.perf_counter()
+            done = super()._step()
+            wait(self.device)
+            told = {"loss": done[0], "seconds": time.perf_counter() - start, "memory": memory(self.device)}
+            print(json.dumps(told), flush=True)
+            return done
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Timed(Path(folder) / "run", job["settings"], device=job["device"])
+        print(json.dumps({"parameters": trainer.parameters, "peak": trainer.meter.peak}), flush=True)
+        for _ in trainer.run():
+            pass
+        print(json.dumps({"share": trainer.meter.share, "validation": trainer.progress.validation[-1][1]}), flush=True)
+
+
+def trained(peer: str, settings: dict[str, Any], device: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(figures of the run, its steps); a run that fails has the last line of its error as figure."""
+    job = json.dumps({"peer": peer, "settings": settings, "device": device})
+    done = subprocess.run([sys.executable, __file__, "--child", job], capture_output=True, text=True, check=False)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or len(lines) < 3:
+        return {"error": done.stderr.strip().splitlines()[-1][:200] if done.stderr else "ended early"}, []
+    return {**lines[0], **lines[-1]}, lines[1:-1]
+
+
+def settings_of(args: argparse.Namespace, context: int, dtype: str, steps: int, seed: int = 0) -> dict[str, Any]:
+    """The preset's settings for rows of `context` tokens, with as many tokens per step as the longest context."""
+    from saccade.models.presets import preset_settings
+
+    batch = max(1, args.tokens // context)
+    changed = {"context": context, "batch": batch, "dtype": dtype, "steps": steps, "seed": seed, "validation_rows": 4}
+    return {**preset_settings(args.preset), **changed, "data": str(args.data), "checkpoint_every": 1 << 30}
+
+
+def chosen_peers(args: argparse.Namespace, documents: bool) -> list[str]:
+    """The peers that compute this mask on this device."""
+    every = [name for name, peer in PEERS.items() if peer.documents == documents]
+    return [name for name in every if PEERS[name].device in ("cpu", args.device) and args.only in name]
+
+
+def speeds(args: argparse.Namespace, env: Environment) -> Iterator[Row]:
+    """A row for each context, dtype, mask and attention."""
+    for context in args.context:
+        for dtype in args.dtype:
+            for documents in (True, False):
+                yield from compared(args, env, context, dtype, documents)
+
+
+def compared(args: argparse.Namespace, env: Environment, context: int, dtype: str, documents: bool) -> Iterator[Row]:
+    """The rows of one mask; Saccade's has its ratio to the best peer."""
+    runs: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {}
+    for _ in range(args.rounds):
+        for peer in chosen_peers(args, documents):
+            figures, steps = trained(peer, settings_of(args, context, dtype, args.steps), args.device)
+            runs[peer] = figures, [*runs.get(peer, ({}, []))[1], *steps[FIRST:]]
+    medians = {peer: statistics.median(s["seconds"] for s in steps) for peer, (_, steps) in runs.items() if steps}
+    best = min((seconds for peer, seconds in medians.items() if not peer.startswith("saccade")), default=math.nan)
+    mask = "causal() & documents(...)" if documents else "causal()"
+    for peer, (figures, steps) in runs.items():
+        row = Row(*env, f"{args.preset}-{context}", peer, "train", dtype, mask=mask)
+        if not steps:
+            yield replace(row, note=figures["error"])
+            continue
+        token = timing([step["seconds"] for step in steps])
+        count = max(1, args.tokens // context) * context
+        values = {
+            "parameters": figures["parameters"],
+            "tokens": count,
+            "memory": max(step["memory"] for step in steps),
+            "ratio": best / token.median if peer.startswith("saccade") else 0,
+            "share": figures["share"],
+        }
+        yield replace(row, rate=count / token.median, rate_unit="token/s", note=note(values), **token._asdict())
+
+
+def curves(args: argparse.Namespace, env: Environment) -> Iterator[Row]:
+    """A row for every tenth step of each attention and seed, and one for the mean of the last losses."""
+    for context in args.context:
+        for peer in chosen_peers(args, True):
+            for seed in range(SEEDS):
+                figures, steps = trained(
+                    peer, settings_of(args, context, args.dtype[0], args.losses, seed), args.device
+                )
+                base = Row(*env, f"{args.preset}-{context}", peer, "train", args.dtype[0], note=f"seed={seed}")
+                if not steps:
+                    yield base.with_text(figures["error"])
+                    continue
+                for number, step in enumerate(steps, 1):
+                    if number % EVERY == 0:
+                        yield replace(base, case=f"step-{number}", rate=step["loss"], rate_unit="nats a token")
+                mean = statistics.fmean(step["loss"] for step in steps[-LAST:])
+                text = note({"seed": seed, "validation": figures["validation"]})
+                yield replace(base, rate=mean, rate_unit="nats a token", note=text)
+
+
+def main() -> None:
+    """Measure and write the rows."""
+    words = parser(__doc__)
+    words.add_argument("--data", type=Path, required=True, help="a folder of tokens with the preset's vocabulary")
+    words.add_argument("--preset", default="llama-30m")
+    words.add_argument("--context", type=int, nargs="*", default=[1024, 4096])
+    words.add_argument("--dtype", nargs="*", default=["float32", "bfloat16"])
+    words.add_argument("--tokens", type=int, default=4096, help="of a step")
+    words.add_argument("--steps", type=int, default=8)
+    words.add_argument("--rounds", type=int, default=2)
+    words.add_argument("--losses", type=int, default=0, help="steps of a run whose losses are compared")
+    words.add_argument("--device", default="cpu")
+    args = words.parse_args()
+    write(args.out, (curves if args.losses else speeds)(args, environment(args.commit)))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        child(json.loads(sys.argv[2]))
+    else:
+        main()

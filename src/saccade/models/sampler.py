@@ -1,0 +1,75 @@
+"""How the next token is drawn from its logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .fields import OPTIONS, check_fields
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How the next token is drawn from its logits.
+
+    temperature: 0 takes the largest logit; top_k: tokens to draw from, 0 for all; top_p: draw from the fewest tokens
+    whose probabilities reach this sum. Raises ValueError for values out of range.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(vars(self), OPTIONS)
+
+    def draw(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """logits [B, vocab] -> int64 [B]; logits of −inf are never drawn.
+
+        Raises FloatingPointError if a row has NaN, +inf, or nothing above −inf.
+        """
+        drawn, finite = self.choose(logits, generator)
+        if not finite.all():
+            raise not_finite(finite)
+        return drawn
+
+    def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """logits [B, vocab] -> int64 [B] as `draw`, and bool [B], whether the row can be drawn from.
+
+        On a GPU this waits for nothing.
+        """
+        largest = logits.amax(-1, keepdim=True)
+        finite = largest.isfinite()[:, 0]
+        if self.temperature == 0:
+            return logits.argmax(-1), finite
+        if logits.is_cpu and not finite.all():
+            # the probabilities below would be NaN, which torch refuses with words of its own
+            return logits.argmax(-1), finite
+        # the largest is now 0, so that a small temperature overflows to −inf, never to +inf
+        logits = (logits - largest).double().div(self.temperature).float()
+        if self.top_k:
+            least = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        if self.top_p < 1:
+            ordered, index = logits.softmax(-1).sort(-1, descending=True)
+            beyond = ordered.cumsum(-1) - ordered >= self.top_p
+            logits = logits.masked_fill(beyond.gather(-1, index.argsort(-1)), -torch.inf)
+        return _multinomial(logits.softmax(-1), generator), finite
+
+
+def _multinomial(p: Tensor, generator: torch.Generator | None) -> Tensor:
+    """p [B, vocab] -> int64 [B]. On a GPU by the race of exponentials that torch.multinomial runs after its checks."""
+    if p.is_cpu:
+        return torch.multinomial(p, 1, generator=generator)[:, 0]
+    return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1)
+
+
+def not_finite(finite: Tensor) -> FloatingPointError:
+    """The error for sequences of a batch, bool [B], whose logits are not finite."""
+    rows = (~finite).nonzero()[:, 0].tolist()
+    return FloatingPointError(
+        f"the model's logits for sequences {rows[:8]} of the batch are not finite, so no token can be drawn; "
+        "check its weights, or compute in a dtype of wider range"
+    )
