@@ -182,8 +182,8 @@ def child(job: dict[str, Any]) -> None:
             start = time.perf_counter()
             done = super()._step()
             wait(self.device)
-            told = {"loss": done[0], "seconds": time.perf_counter() - start, "memory": memory(self.device)}
-            print(json.dumps(told), flush=True)
+            figures = {"loss": done[0], "seconds": time.perf_counter() - start, "memory": memory(self.device)}
+            print(json.dumps(figures), flush=True)
             return done
 
     with tempfile.TemporaryDirectory() as folder:

@@ -16,6 +16,7 @@ for module in ("torch", "safetensors", "typer", "rich"):
 from typer.testing import CliRunner  # noqa: E402
 
 from saccade.cli.bench.rows import read  # noqa: E402
+from saccade.models.variants import EQUAL  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = ["--layers", 4, "--width", 48, "--context", 64, "--batch", 2, "--tokenizer", "bytes", "--seed", 5]
@@ -36,7 +37,7 @@ def train(out: Path, model: str, *more: object) -> dict:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("model", ["hybrid", "linear"])
+@pytest.mark.parametrize("model", EQUAL[1:])
 def test_models_of_equal_size_learn_and_continue_text(model, tmp_path) -> None:
     attention, found = train(tmp_path / "attention", "attention"), train(tmp_path / model, model)
     assert found["model"] == model
@@ -64,13 +65,13 @@ def test_a_hybrid_resumes_to_the_same_bits(tmp_path) -> None:
     assert begun[:3] + [step.loss for step in resumed.run()] == whole
 
 
-def test_the_figure_of_the_three(tmp_path) -> None:
+def test_the_figure_of_models_of_equal_size(tmp_path) -> None:
     pytest.importorskip("matplotlib")
     script = [sys.executable, ROOT / "benchmarks" / "train_models.py", tmp_path, "--steps", 3, "--context", 32]
     subprocess.run([*map(str, script), "--text", argparse.__file__], check=True, capture_output=True, timeout=300)
-    assert [row.provider for row in read(tmp_path / "models.csv")] == ["attention", "hybrid", "linear"]
+    assert [row.provider for row in read(tmp_path / "models.csv")] == list(EQUAL)
     steps = read(tmp_path / "losses.csv")
-    assert [row.case for row in steps] == ["step-1", "step-2", "step-3"] * 3
+    assert [row.case for row in steps] == ["step-1", "step-2", "step-3"] * len(EQUAL)
     assert all(row.rate > 0 for row in steps)
     assert (tmp_path / "models.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -81,7 +82,7 @@ def test_mistakes(tmp_path) -> None:
 
     given = ["--text", argparse.__file__, "--tokenizer", "bytes", "--steps", 2, "--model", "rnn"]
     shown = saccade("train", "--out", tmp_path / "run", *given, status=2)
-    assert "--model is 'rnn'; expected one of attention, hybrid, linear" in shown
+    assert "--model is 'rnn'; expected one of attention, hybrid, linear, delta, gpt2" in shown
     assert shown.count("\n") == 1
     with pytest.raises(ValueError, match="the attention model has"):
         make_model("linear", LlamaConfig(vocab_size=61, intermediate_size=8))

@@ -36,7 +36,7 @@ from saccade.plan import make_plan
 from saccade.problem import Problem, Scores
 
 
-def of_tangent(chip: str, dtype: str, D: int, mask: str = "causal()", **options: Any) -> dict[str, Taken]:
+def of_tangent(dtype: str, D: int, mask: str = "causal()", chip: str = "sm_90", **options: Any) -> dict[str, Taken]:
     """The resources of the kernel of forward mode, with tangents of all arrays."""
     p = Problem(
         2, 300, 300, 4, 2, D, D, dtype=dtype, device=f"cuda:{chip}", mask=parse(mask),
@@ -152,7 +152,7 @@ ROWS: dict[tuple[str, str, int, str], Callable[[], dict[str, Taken]]] = (
         for D in (64, 128, 256, 512)
     }
     | {
-        ("sm_90", dtype, D, "tangents"): partial(of_tangent, "sm_90", dtype, D)
+        ("sm_90", dtype, D, "tangents"): partial(of_tangent, dtype, D)
         for dtype in ("bfloat16", "float32")
         for D in (64, 128, 256, 512)
     }

@@ -37,6 +37,17 @@ if TYPE_CHECKING:
 AGAIN = ("ask", "keep", "resume", "overwrite")
 DEFAULT_DATA = Path("tokens")
 
+Preset = Annotated[
+    str | None, typer.Option(help="llama-30m, gpt2-124m or llama-350m; other options change single settings.")
+]
+Text = Annotated[list[Path] | None, typer.Option(help="Text files; each is one document. (Python's standard library)")]
+Data = Annotated[
+    Path | None, typer.Option(help="Folder of tokens, made of installed packages if missing. (with a preset: tokens)")
+]
+Again = Annotated[
+    str, typer.Option(help="If the folder has a run: ask, keep (finish it or leave it), resume or overwrite.")
+]
+
 
 def share_cores() -> None:
     """Make torch's idle OpenMP threads sleep soon, so that the attention's workers get their cores.
@@ -51,22 +62,13 @@ def train(
     out: Annotated[Path, typer.Option(help="Folder of the run: checkpoint, weights, tokenizer, losses, pictures.")] = (
         DEFAULT_OUT
     ),
-    preset: Annotated[
-        str | None, typer.Option(help="llama-30m, gpt2-124m or llama-350m; other options change single settings.")
-    ] = None,
-    text: Annotated[
-        list[Path] | None, typer.Option(help="Text files; each is one document. (Python's standard library)")
-    ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(help="Folder of tokens, made of installed packages if missing. (with a preset: tokens)"),
-    ] = None,
+    preset: Preset = None,
+    text: Text = None,
+    data: Data = None,
     more: Annotated[list[Path] | None, typer.Argument(metavar="FILE...", help="More text files, after --text.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps to train.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Or minutes to train. (2, and at least 600 steps)")] = None,
-    again: Annotated[
-        str, typer.Option(help="If the folder has a run: ask, keep (finish it or leave it), resume or overwrite.")
-    ] = "ask",
+    again: Again = "ask",
     resume: Annotated[bool, typer.Option("--resume", help="The same as --again resume.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="The same as --again overwrite.")] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of the weights and of the order of the text. (0)")] = None,
@@ -82,18 +84,14 @@ def train(
     lr: Annotated[float | None, typer.Option(help="Peak learning rate. (0.004)")] = None,
     tie: Annotated[bool | None, typer.Option(help="Use the embedding as the head.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16, of matrix products. (float32)")] = None,
-    compile_blocks: Annotated[
-        bool | None, typer.Option("--compile/--no-compile", help="torch.compile the blocks.")
-    ] = None,
+    compile_blocks: Annotated[bool | None, typer.Option("--compile/--no-compile", help="Compile the blocks.")] = None,
     recompute: Annotated[bool | None, typer.Option(help="Recompute blocks in the backward: less memory.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints. (50)")] = None,
     device: Annotated[str, typer.Option(help="Device of the model: cpu, cuda, cuda:1.")] = "cpu",
     backend: Annotated[str | None, typer.Option(help="Attention backend; by default chosen by device.")] = None,
     pictures: Annotated[str, typer.Option(help="Format of the pictures: png or svg.")] = "png",
     context_parallel: Annotated[int | None, typer.Option(help="Under torchrun: ranks that share a row. (1)")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the summary as JSON; progress goes to stderr.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Summary as JSON; progress goes to stderr.")] = False,
 ) -> None:
     """Train a small model on text; draw its loss curve and the attention of four heads.
 

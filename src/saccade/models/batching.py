@@ -91,8 +91,7 @@ def serve(
     if not tokens:
         yield from ((n, []) for n in range(len(prompts)))
         return
-    draft = Draft.of(draft)
-    model.eval()
+    draft, model = Draft.of(draft), model.eval()
     longest = max((len(prompt) for prompt in prompts), default=0) + tokens + depth_of(draft, model)
     # a page more per prompt, because forks copy one, and the pages of one more prompt, for prefixes of ended prompts
     pages = (min(batch, len(prompts)) + 1) * (-(-longest // page_size) + 1)
@@ -102,16 +101,16 @@ def serve(
     while waiting or running:
         while waiting and len(running) < batch:
             number, prompt = waiting.pop()
-            text, generator = Text(prompt, tokens, model.config.ends, draft), torch.Generator(model.device)
-            running.append(_start(number, text, begins, generator.manual_seed(seed + number)))
+            generator = torch.Generator(model.device).manual_seed(seed + number)
+            running.append(_start(number, Text(prompt, tokens, model.config.ends, draft), begins, generator))
         taken = _taken(running, chunk, rows)
         cu = np.concatenate([[0], np.cumsum([len(some) for some in taken])])
         sequences = [one.sequence for one in running]
         wanted = [_wanted(len(one.known), len(some), page_size) for one, some in zip(running, taken, strict=True)]
         begins.free(sum(wanted))
         flat = _padded([token for some in taken for token in some], rows).to(model.device)[None]
-        order = True if rows is None else "batch"
-        hidden = model.hidden(flat, caches=[PagedTokens(x, sequences, cu, order) for x in layers], backend=backend)[0]
+        stores = [PagedTokens(x, sequences, cu, True if rows is None else "batch") for x in layers]
+        hidden = model.hidden(flat, caches=stores, backend=backend)[0]
         counts = [len(one.tree.tokens) for one in running]
         at = np.concatenate([np.arange(end - n, end) for n, end in zip(counts, cu[1:], strict=True)])
         logits = model.logits(hidden[_padded(at, rows)])[: len(at)].split(counts)

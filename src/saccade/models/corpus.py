@@ -59,8 +59,8 @@ class Corpus:
 
     def packed(self, context: int, seed: int) -> PackedText:
         """Rows of `context` tokens; whole files are held out. Raises ValueError for too little text."""
-        parts = (self.documents.of(np.flatnonzero(self.held_out == held)) for held in (False, True))
-        return PackedText(*parts, self.fingerprint, context, seed)
+        training, held_out = (self.documents.of(np.flatnonzero(which)) for which in (~self.held_out, self.held_out))
+        return PackedText(training, held_out, self.fingerprint, context, seed)
 
 
 def installed() -> list[Source]:
@@ -130,27 +130,27 @@ def prepare(
             )
         return corpus
     say("reading the files of the installed packages")
-    found = list(texts_of(installed() if files is None else files))
-    if not found:
+    texts = list(texts_of(installed() if files is None else files))
+    if not texts:
         raise ValueError("the installed packages have no text; name text files with --text")
     say("training the tokenizer")
-    order = np.random.default_rng(0).permutation(len(found))
-    chosen = make_tokenizer(tokenizer, (found[i][1] for i in order), vocab)
+    order = np.random.default_rng(0).permutation(len(texts))
+    chosen = make_tokenizer(tokenizer, (texts[i][1] for i in order), vocab)
     folder.mkdir(parents=True, exist_ok=True)
     chosen.save(folder / TOKENIZER)
-    say(f"turning {sum(len(text) for _, text in found) / 1e6:.0f} MB of text into tokens, once")
-    write(folder, chosen, found)
+    say(f"turning {sum(len(text) for _, text in texts) / 1e6:.0f} MB of text into tokens, once")
+    write(folder, chosen, texts)
     return open_corpus(folder)
 
 
-def write(folder: Path, tokenizer: Tokenizer, found: Sequence[tuple[Source, str]]) -> None:
+def write(folder: Path, tokenizer: Tokenizer, texts: Sequence[tuple[Source, str]]) -> None:
     """Write `tokens.bin`, then `tokens.json`; what a kill leaves behind is not opened."""
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32).newbyteorder("<")
     lengths, packages, digest = list[int](), dict[str, int](), hashlib.blake2b(digest_size=32)
     path = folder / TOKENS
     with naming(path), open(temporary(path), "wb") as out:
-        for start in range(0, len(found), BATCH):
-            some = found[start : start + BATCH]
+        for start in range(0, len(texts), BATCH):
+            some = texts[start : start + BATCH]
             for (file, text), ids in zip(some, tokenizer.encode([text for _, text in some]), strict=True):
                 document = np.full(len(ids) + 2, END, dtype)
                 document[1:-1] = ids
@@ -162,16 +162,16 @@ def write(folder: Path, tokenizer: Tokenizer, found: Sequence[tuple[Source, str]
         os.fsync(out.fileno())
     os.replace(temporary(path), path)
     sync_folder(folder)
-    held_out = [i for i, (file, _) in enumerate(found) if is_held_out(f"{file.package} {file.name}")]
+    held_out = [i for i, (file, _) in enumerate(texts) if is_held_out(f"{file.package} {file.name}")]
     index = {
         "format": FORMAT,
         "dtype": dtype.name,
         "digest": digest.hexdigest(),
         "vocab": tokenizer.vocab_size,
         "packages": packages,
-        "files": [f"{file.package}/{file.name}" for file, _ in found],
+        "files": [f"{file.package}/{file.name}" for file, _ in texts],
         "lengths": lengths,
-        "held_out": held_out or [len(found) - 1],
+        "held_out": held_out or [len(texts) - 1],
     }
     write_atomic(folder / INDEX, json.dumps(index).encode())
 

@@ -66,7 +66,7 @@ class Objective:
     @torch.no_grad()
     def mean(self, batch: Batch) -> Tensor:
         """The mean over a batch of any number of rows, a step's rows at a time."""
-        total = sum(self.loss(part, "sum") for part in self._parts(batch))
+        total = torch.stack([self.loss(part, "sum") for part in self._parts(batch)]).sum()
         return total / int((batch.targets != IGNORED).sum())
 
     def _parts(self, batch: Batch) -> Iterator[Batch]:

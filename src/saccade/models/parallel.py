@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -39,6 +40,7 @@ from .hybrid import Hybrid
 from .loading import load_model
 from .progress import CHECKPOINT, RANKS, Progress, read_progress
 from .texts import Text
+from .tokens import Tokenizer
 from .training import WEIGHTS, Trainer
 from .weights import save_weights
 
@@ -75,11 +77,11 @@ class ParallelTrainer(Trainer):
         # each rank has taken its own
         return self.device
 
-    def _load_text(self, *arguments: Any) -> Text:
+    def _load_text(self, tokenizer: Tokenizer | None, say: Callable[[str], None]) -> Text:
         # rank 0 makes a folder of tokens if it is missing; the others open it
-        text = super()._load_text(*arguments) if self.main else None
+        text = super()._load_text(tokenizer, say) if self.main else None
         dist.barrier()
-        return super()._load_text(*arguments) if text is None else text
+        return super()._load_text(tokenizer, say) if text is None else text
 
     def _resumable(self, *, resume: bool, overwrite: bool) -> Progress | None:
         try:

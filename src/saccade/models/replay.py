@@ -16,6 +16,7 @@ from torch import Tensor
 from ..caches.contiguous import KVCache
 from .experts import Experts
 from .sampler import Sampler, not_finite
+from .states import StackCache
 
 if TYPE_CHECKING:
     from .blocks import Decoder
@@ -129,7 +130,7 @@ class Steps:
             cache.lengths = lengths
 
 
-def replayable(model: Decoder, caches: object) -> bool:
-    """Whether steps of a model have static shapes: on a GPU, without states of layers and without experts."""
+def of_static_shapes(model: Decoder, caches: list[KVCache] | StackCache) -> list[KVCache] | None:
+    """The caches if steps of the model can be replayed: on a GPU, without states of layers and without experts."""
     experts = any(isinstance(module, Experts) for module in model.modules())
-    return model.device.type == "cuda" and isinstance(caches, list) and not experts
+    return None if model.device.type != "cuda" or isinstance(caches, StackCache) or experts else caches

@@ -57,7 +57,7 @@ def _in_ranges(
     p, (o, lse) = call.problem, out
     if p.D > tiles.WIDEST and not call.columns.SHARED:
         # a stage has whole rows of both k and v
-        tile = tile._replace(num_stages=min(2, tile.num_stages))
+        tile = tile._replace(num_stages=min(1 if tiles.is_small(call.chip) else 2, tile.num_stages))
     n = p.B * p.Tq * p.Hq
     width = p.Dv + 2 + p.return_entropy
     parts = call.scratch(n * split.n * width, like=lse) if split.n > 1 else None

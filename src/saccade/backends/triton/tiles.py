@@ -88,7 +88,14 @@ def columns(D: int, Dv: int, shared: bool) -> Columns:
 
 def tile_of(kernel: str, chip: str, problem: Problem) -> Tile:
     """The tile of a kernel for this problem."""
-    return tile(kernel, chip, problem.dtype, min(WIDEST, max(64, block(problem.D), block(problem.Dv))))
+    sizes = tile(kernel, chip, problem.dtype, min(WIDEST, max(64, block(problem.D), block(problem.Dv))))
+    # rows of more numbers, and their values
+    return sizes.of(rows=min(16, sizes.BM)) if problem.D > WIDEST and is_small(chip) else sizes
+
+
+def is_small(chip: str) -> bool:
+    """Whether a program has 99 KiB of shared memory or less."""
+    return _ALIKE.get(chip, chip) == "sm_86"
 
 
 def of_plan(kernel: str, chip: str, problem: Problem, plan: Plan, part: Part | None = None) -> Tile:
