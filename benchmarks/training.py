@@ -223,8 +223,8 @@ def speeds(args: argparse.Namespace, env: Environment) -> Iterator[Row]:
     """A row for each context, dtype, mask and attention."""
     for context in args.context:
         for dtype in args.dtype:
-            for documents in (True, False):
-                yield from compared(args, env, context, dtype, documents)
+            for mask in args.masks:
+                yield from compared(args, env, context, dtype, mask == "documents")
 
 
 def compared(args: argparse.Namespace, env: Environment, context: int, dtype: str, documents: bool) -> Iterator[Row]:
@@ -280,6 +280,7 @@ def main() -> None:
     words.add_argument("--data", type=Path, required=True, help="a folder of tokens with the preset's vocabulary")
     words.add_argument("--preset", default="llama-30m")
     words.add_argument("--context", type=int, nargs="*", default=[1024, 4096])
+    words.add_argument("--masks", nargs="*", default=["documents", "causal"])
     words.add_argument("--dtype", nargs="*", default=["float32", "bfloat16"])
     words.add_argument("--tokens", type=int, default=4096, help="of a step")
     words.add_argument("--steps", type=int, default=8)

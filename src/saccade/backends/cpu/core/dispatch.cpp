@@ -48,12 +48,35 @@ const Kernels* pick(const std::string& name) {
   throw std::invalid_argument("instruction set '" + name + "' cannot run here; this machine has: " + have);
 }
 
-const Kernels*& current() {
-  static const Kernels* table = [] {
+// The kernels in use. no_pairs: those for calls in bfloat16 on a chip that multiplies pairs of bfloat16 no faster than
+// float32 numbers, which saves the rounding of weights to pairs; null on other chips, and if a set was asked for by name.
+struct Choice {
+  const Kernels* table;
+  const Kernels* no_pairs;
+};
+
+Choice best() {
+  const Kernels* table = runnable().front();
+#if defined(__x86_64__)
+  if (table == kernels_avx512bf16() && __builtin_cpu_is("intel")) return {table, kernels_avx512()};
+#endif
+  return {table, nullptr};
+}
+
+Choice& current() {
+  static Choice choice = [] {
     const char* forced = std::getenv("SACCADE_ISA");
-    return forced && *forced ? pick(forced) : runnable().front();
+    return forced && *forced ? Choice{pick(forced), nullptr} : best();
   }();
-  return table;
+  return choice;
+}
+
+// Few rows read more than they compute, and pairs save widening the keys; results that ignore the batch have one way.
+constexpr int64_t FEW_ROWS = 4;
+const Kernels& kernels_of(const Call& c, int64_t rows = FEW_ROWS + 1) {
+  const Choice& choice = current();
+  const bool pairs = c.q.dtype != DType::bf16 || (rows <= FEW_ROWS && !c.range);
+  return pairs || !choice.no_pairs ? *choice.table : *choice.no_pairs;
 }
 
 // Below some microseconds of work a second thread costs more than it saves. A head costs at least as much as this many
@@ -85,12 +108,12 @@ std::vector<std::string> available_isas() {
 }
 const std::string& isa() {
   static thread_local std::string name;
-  return name = current()->name;
+  return name = current().table->name;
 }
-void set_isa(const std::string& name) { current() = pick(name); }
+void set_isa(const std::string& name) { current() = {pick(name), nullptr}; }
 
 void run_forward(Call& c, const std::vector<const Part*>& parts, int threads) {
-  const Kernels& k = *current();
+  const Kernels& k = kernels_of(c);
   const std::optional<Workspace> own_lse = lse_nobody_wants(c);
   c.threads = threads = worth(c, threads, FORWARD_HEAD);
   for (size_t n = 0; n < parts.size(); ++n) {
@@ -104,7 +127,7 @@ void run_forward(Call& c, const std::vector<const Part*>& parts, int threads) {
 
 // partial results of ranges of keys, then their sums; false where some rows of ordered decode need the forward
 static bool decode_ranges(Call& c, const Part& part, int threads) {
-  const Kernels& k = *current();
+  const Kernels& k = kernels_of(c, c.G * c.Tq);
   c.part = &part;
   c.threads = threads = worth(c, threads, FORWARD_HEAD);
   c.n_chunks = std::max<int64_t>(1, (c.Tk + c.split_keys - 1) / c.split_keys);
@@ -131,7 +154,7 @@ static bool absorbs(const Call& c, int64_t rows) {
 }
 
 void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
-  const Kernels& k = *current();
+  const Kernels& k = kernels_of(c);
   c.threads = threads = worth(c, threads, BACKWARD_HEAD);
   // a plan limits the memory of the sums by the number of owners; where that is fixed, fewer heads are computed at once
   const int64_t heads = c.B * c.Hk, each = c.splits * k.backward_sums(c) * number_size(c);
@@ -187,7 +210,7 @@ void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
 }
 
 void run_tangent(Call& c, Call& d, const std::vector<const Part*>& parts, int threads) {
-  const Kernels& k = *current();
+  const Kernels& k = kernels_of(c);
   c.tangent = &d;
   c.threads = threads = worth(c, threads, FORWARD_HEAD);
   // what a part passes on to the next: sums of each row, and its values by their weights
@@ -206,7 +229,7 @@ void run_tangent(Call& c, Call& d, const std::vector<const Part*>& parts, int th
 }
 
 void run_append(const Append& c, int threads) {
-  const Kernels& k = *current();
+  const Kernels& k = *current().table;
   const int64_t bytes = k.append_scratch(c), block = 16;
   parallel((c.tokens + block - 1) / block, threads, [&](int64_t task) {
     for (int64_t i = task * block; i < std::min(c.tokens, (task + 1) * block); ++i) k.append(c, i, scratch(bytes));
@@ -218,7 +241,7 @@ double now() { return std::chrono::duration<double>(std::chrono::steady_clock::n
 }  // namespace
 
 double probe_flops(int dtype, int threads) {
-  const Kernels& k = *current();
+  const Kernels& k = *current().table;
   constexpr int64_t rounds = 2000;
   double best = 0;
   for (int n = 0; n < 5; ++n) {
