@@ -1,8 +1,8 @@
 """Training with the attention of Saccade and of peers: `python benchmarks/training.py rows.csv --data tokens`.
 
 The model of a preset is trained on the same rows of a folder of tokens (`saccade train --preset llama-30m` makes one)
-with the same optimiser and seed; only the attention differs. Each run has a process of its own, which `--rounds`
-repeats in turn. A row has the median seconds of a step, tokens per second, and the most memory of the process.
+with the same optimiser and seed; only the attention differs. Each run has a process of its own, and their steps take
+turns. A row has the median seconds of a step, tokens per second, and the most memory of the process.
 `--losses 300` trains so many steps with each of two seeds instead, and writes every tenth loss. `--device cuda` adds
 the peers of GPUs.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import subprocess
 import sys
@@ -19,10 +18,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 from arguments import parser
 
 from saccade.cli.bench.clocks import timing
@@ -178,6 +179,7 @@ def child(job: dict[str, Any]) -> None:
 
     class Timed(Trainer):
         def _step(self) -> tuple[float, float, float]:
+            sys.stdin.readline()
             wait(self.device)
             start = time.perf_counter()
             done = super()._step()
@@ -188,20 +190,55 @@ def child(job: dict[str, Any]) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = Timed(Path(folder) / "run", job["settings"], device=job["device"])
+        sys.stdin.readline()
         print(json.dumps({"parameters": trainer.parameters, "peak": trainer.meter.peak}), flush=True)
         for _ in trainer.run():
             pass
+        sys.stdin.readline()
         print(json.dumps({"share": trainer.meter.share, "validation": trainer.progress.validation[-1][1]}), flush=True)
 
 
-def trained(peer: str, settings: dict[str, Any], device: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(figures of the run, its steps); a run that fails has the last line of its error as figure."""
-    job = json.dumps({"peer": peer, "settings": settings, "device": device})
-    done = subprocess.run([sys.executable, __file__, "--child", job], capture_output=True, text=True, check=False)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or len(lines) < 3:
-        return {"error": done.stderr.strip().splitlines()[-1][:200] if done.stderr else "ended early"}, []
-    return {**lines[0], **lines[-1]}, lines[1:-1]
+class Run:
+    """A run in a process of its own, which takes a step when it is told to: figures of the run, and its steps."""
+
+    def __init__(self, peer: str, settings: dict[str, Any], device: str) -> None:
+        job = json.dumps({"peer": peer, "settings": settings, "device": device})
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors, "text": True}
+        self.process = subprocess.Popen([sys.executable, __file__, "--child", job], **pipes)
+        self.figures, self.steps = self._read(), list[dict[str, Any]]()
+
+    def step(self) -> None:
+        """One step; a run that has failed takes none."""
+        if "error" not in self.figures:
+            answer = self._read()
+            (self.steps.append if "loss" in answer else self.figures.update)(answer)
+
+    def end(self) -> None:
+        """Read the last figures."""
+        if "error" not in self.figures:
+            self.figures |= self._read()
+        self.process.communicate()
+
+    def _read(self) -> dict[str, Any]:
+        if self.process.poll() is None:
+            print(file=self.process.stdin, flush=True)
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        self.errors.seek(0)
+        return {"error": self.errors.read().strip().splitlines()[-1][:200]}
+
+
+def trained(peers: list[str], settings: dict[str, Any], device: str) -> dict[str, Run]:
+    """Runs of all peers, whose steps take turns."""
+    runs = {peer: Run(peer, settings, device) for peer in peers}
+    for _ in range(settings["steps"]):
+        for run in runs.values():
+            run.step()
+    for run in runs.values():
+        run.end()
+    return runs
 
 
 def settings_of(args: argparse.Namespace, context: int, dtype: str, steps: int, seed: int = 0) -> dict[str, Any]:
@@ -228,50 +265,44 @@ def speeds(args: argparse.Namespace, env: Environment) -> Iterator[Row]:
 
 
 def compared(args: argparse.Namespace, env: Environment, context: int, dtype: str, documents: bool) -> Iterator[Row]:
-    """The rows of one mask; Saccade's has its ratio to the best peer."""
-    runs: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {}
-    for _ in range(args.rounds):
-        for peer in chosen_peers(args, documents):
-            figures, steps = trained(peer, settings_of(args, context, dtype, args.steps), args.device)
-            runs[peer] = figures, [*runs.get(peer, ({}, []))[1], *steps[FIRST:]]
-    medians = {peer: statistics.median(s["seconds"] for s in steps) for peer, (_, steps) in runs.items() if steps}
-    best = min((seconds for peer, seconds in medians.items() if not peer.startswith("saccade")), default=math.nan)
-    mask = "causal() & documents(...)" if documents else "causal()"
-    for peer, (figures, steps) in runs.items():
+    """The rows of one mask; Saccade's has its ratio to the best peer, step by step."""
+    runs = trained(chosen_peers(args, documents), settings_of(args, context, dtype, args.steps), args.device)
+    times = {peer: np.array([step["seconds"] for step in run.steps[FIRST:]]) for peer, run in runs.items()}
+    ours = next((times[peer] for peer in times if peer.startswith("saccade")), np.array([]))
+    ratios = [np.median(times[peer] / ours) for peer in times if not peer.startswith("saccade") and len(times[peer])]
+    for peer, run in runs.items():
+        mask = "causal() & documents(...)" if documents else "causal()"
         row = Row(*env, f"{args.preset}-{context}", peer, "train", dtype, mask=mask)
-        if not steps:
-            yield replace(row, note=figures["error"])
+        if not run.steps:
+            yield replace(row, note=run.figures["error"])
             continue
-        token = timing([step["seconds"] for step in steps])
-        count = max(1, args.tokens // context) * context
+        token, count = timing(times[peer].tolist()), max(1, args.tokens // context) * context
         values = {
-            "parameters": figures["parameters"],
+            "parameters": run.figures["parameters"],
             "tokens": count,
-            "memory": max(step["memory"] for step in steps),
-            "ratio": best / token.median if peer.startswith("saccade") else 0,
-            "share": figures["share"],
+            "memory": max(step["memory"] for step in run.steps),
+            "ratio": min(ratios, default=0) if peer.startswith("saccade") else 0,
+            "share": run.figures["share"],
         }
         yield replace(row, rate=count / token.median, rate_unit="token/s", note=note(values), **token._asdict())
 
 
 def curves(args: argparse.Namespace, env: Environment) -> Iterator[Row]:
     """A row for every tenth step of each attention and seed, and one for the mean of the last losses."""
-    for context in args.context:
-        for peer in chosen_peers(args, True):
-            for seed in range(SEEDS):
-                figures, steps = trained(
-                    peer, settings_of(args, context, args.dtype[0], args.losses, seed), args.device
-                )
-                base = Row(*env, f"{args.preset}-{context}", peer, "train", args.dtype[0], note=f"seed={seed}")
-                if not steps:
-                    yield base.with_text(figures["error"])
-                    continue
-                for number, step in enumerate(steps, 1):
-                    if number % EVERY == 0:
-                        yield replace(base, case=f"step-{number}", rate=step["loss"], rate_unit="nats a token")
-                mean = statistics.fmean(step["loss"] for step in steps[-LAST:])
-                text = note({"seed": seed, "validation": figures["validation"]})
-                yield replace(base, rate=mean, rate_unit="nats a token", note=text)
+    for context, seed in product(args.context, range(SEEDS)):
+        dtype = args.dtype[0]
+        settings = settings_of(args, context, dtype, args.losses, seed)
+        for peer, run in trained(chosen_peers(args, True), settings, args.device).items():
+            base = Row(*env, f"{args.preset}-{context}", peer, "train", dtype, note=f"seed={seed}")
+            if not run.steps:
+                yield base.with_text(run.figures["error"])
+                continue
+            base = replace(base, rate_unit="nats a token")
+            for number, step in enumerate(run.steps, 1):
+                if number % EVERY == 0:
+                    yield replace(base, case=f"step-{number}", rate=step["loss"])
+            mean = statistics.fmean(step["loss"] for step in run.steps[-LAST:])
+            yield replace(base, rate=mean, note=note({"seed": seed, "validation": run.figures["validation"]}))
 
 
 def main() -> None:
@@ -283,8 +314,7 @@ def main() -> None:
     words.add_argument("--masks", nargs="*", default=["documents", "causal"])
     words.add_argument("--dtype", nargs="*", default=["float32", "bfloat16"])
     words.add_argument("--tokens", type=int, default=4096, help="of a step")
-    words.add_argument("--steps", type=int, default=8)
-    words.add_argument("--rounds", type=int, default=2)
+    words.add_argument("--steps", type=int, default=12)
     words.add_argument("--losses", type=int, default=0, help="steps of a run whose losses are compared")
     words.add_argument("--device", default="cpu")
     args = words.parse_args()
