@@ -185,6 +185,7 @@ def child(job: dict[str, Any]) -> None:
             done = super()._step()
             wait(self.device)
             figures = {"loss": done[0], "seconds": time.perf_counter() - start, "memory": memory(self.device)}
+            figures["flops"] = self.meter.flops_of(self._batch)
             print(json.dumps(figures), flush=True)
             return done
 
@@ -195,7 +196,7 @@ def child(job: dict[str, Any]) -> None:
         for _ in trainer.run():
             pass
         sys.stdin.readline()
-        print(json.dumps({"share": trainer.meter.share, "validation": trainer.progress.validation[-1][1]}), flush=True)
+        print(json.dumps({"validation": trainer.progress.validation[-1][1]}), flush=True)
 
 
 class Run:
@@ -282,7 +283,7 @@ def compared(args: argparse.Namespace, env: Environment, context: int, dtype: st
             "tokens": count,
             "memory": max(step["memory"] for step in run.steps),
             "ratio": min(ratios, default=0) if peer.startswith("saccade") else 0,
-            "share": run.figures["share"],
+            "share": sum(step["flops"] for step in run.steps[FIRST:]) / times[peer].sum() / run.figures["peak"],
         }
         yield replace(row, rate=count / token.median, rate_unit="token/s", note=note(values), **token._asdict())
 
