@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 # bfloat16 products, blocks compiled; rows and learning rates as published models of these sizes use them
-LARGE = {"dtype": "bfloat16", "compile": True, "warmup": 200, "checkpoint_every": 200, "validation_rows": 32}
+LARGE = {"dtype": "bfloat16", "compile": True, "warmup": 100, "checkpoint_every": 200, "validation_rows": 32}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "llama-30m": {
