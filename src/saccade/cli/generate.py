@@ -122,6 +122,7 @@ def check_options(
 ) -> None:
     """Raises ValueError for numbers out of range and for options that exclude each other."""
     from saccade.models.fields import OPTIONS, check_fields
+    from saccade.models.settings import DTYPES
 
     check_fields(numbers, OPTIONS, spelled=show.flag)
     if prompts is not None and prompt:
@@ -130,7 +131,7 @@ def check_options(
         raise ValueError("--window is for --prompt; prompts of a file share pages, which are not shortened")
     if prompts is None and numbers["rows"]:
         raise ValueError("--rows is for --prompts, which share a running batch")
-    if dtype not in ("float32", "bfloat16"):
+    if dtype not in DTYPES:
         raise ValueError(f"--dtype is {dtype!r}; expected 'float32' or 'bfloat16'")
     checked_backend(backend)
 

@@ -46,7 +46,7 @@ class Source(NamedTuple):
 class Corpus:
     """Documents of a folder, and what they were made of.
 
-    packages: bytes of text by "NAME VERSION". bytes: of all documents. fingerprint: of tokens and their division into
+    packages: bytes of text by "NAME VERSION". fingerprint: of tokens and their division into
     documents.
     """
 
@@ -54,8 +54,12 @@ class Corpus:
     held_out: np.ndarray
     tokenizer: Tokenizer
     packages: dict[str, int]
-    bytes: int
     fingerprint: str
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all documents, as text."""
+        return sum(self.packages.values())
 
     def packed(self, context: int, seed: int) -> PackedText:
         """Rows of `context` tokens; whole files are held out. Raises ValueError for too little text."""
@@ -206,4 +210,4 @@ def open_corpus(folder: str | Path) -> Corpus:
         raise ValueError(f"{folder / TOKENIZER} is not the tokenizer of {INDEX}; {remedy}")
     digest.update(lengths.tobytes() + held_out.tobytes())
     documents = Documents(stream, np.cumsum(lengths) - lengths, lengths)
-    return Corpus(documents, held_out, tokenizer, packages, sum(packages.values()), digest.hexdigest())
+    return Corpus(documents, held_out, tokenizer, packages, digest.hexdigest())

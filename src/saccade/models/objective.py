@@ -18,8 +18,6 @@ from .blocks import Decoder
 from .data import IGNORED, Batch
 from .settings import Settings
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
 
 def set_up(model: Decoder, settings: Settings) -> None:
     """Make the blocks of a model compute as the settings say.
@@ -42,7 +40,7 @@ class Objective:
         self.rows = settings.batch
         self.precision: dict[str, Any] = {
             "device_type": device.type,
-            "dtype": DTYPES[settings.dtype],
+            "dtype": getattr(torch, settings.dtype),
             "enabled": settings.dtype != "float32",
         }
 

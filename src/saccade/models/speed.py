@@ -11,7 +11,6 @@ from torch import nn
 
 from .blocks import Decoder
 from .data import Batch
-from .objective import DTYPES
 from .settings import Settings
 
 # rows and columns of the matrices by which the peak is measured, on a CPU and on another device
@@ -62,7 +61,7 @@ class Meter:
         layers, _, size = model.cached
         self.per_token = 6.0 * matrix_parameters(model, settings.tie)
         self.per_pair = 12.0 * layers * settings.heads * size
-        self.dtype, self.device = DTYPES[settings.dtype], device
+        self.dtype, self.device = getattr(torch, settings.dtype), device
         self.flops = self.seconds = 0.0
         self.steps = 0
 
