@@ -50,8 +50,8 @@ def child(job: dict[str, Any]) -> None:
     peer, last = PEERS[job["peer"]], {}
     attention = peer.attention
 
-    def mask_of(self: Any, batch: Any) -> Any:
-        last["mask"] = peer.mask_of(batch, self.device)
+    def mask_of(_: Any, batch: Any, device: Any) -> Any:
+        last["mask"] = peer.mask_of(batch, device)
         return None if job["peer"] in NOT_COMPILED else last["mask"]
 
     @torch.compiler.disable

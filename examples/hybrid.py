@@ -11,14 +11,14 @@ from saccade.models.hybrid_config import HybridConfig, griffin
 from saccade.models.tokens import Bytes
 
 tokenizer = Bytes()
-text = PackedText(tokenizer.encode(["She sells sea shells by the sea shore. "] * 60), context=128, seed=0)
+text = PackedText.of_texts(tokenizer.encode(["She sells sea shells by the sea shore. "] * 60), context=128, seed=0)
 torch.manual_seed(0)
 model = Hybrid(HybridConfig(tokenizer.vocab_size, hidden_size=96, intermediate_size=192, **griffin(3, window=32)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 for step in range(40):
     optimizer.zero_grad()
-    tokens, targets, _, positions = map(torch.from_numpy, vars(text.batch(step, size=1)).values())
+    tokens, targets, _, positions = map(torch.from_numpy, text.batch(step, size=1))
     # a position of 0 starts a document and resets the states
     loss = torch.nn.functional.cross_entropy(model(tokens, positions).flatten(0, 1), targets.flatten())
     loss.backward()

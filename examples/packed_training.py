@@ -9,7 +9,7 @@ from saccade.models.tokens import Bytes
 
 tokenizer = Bytes()
 rhymes = ["She sells sea shells by the sea shore. ", "Peter Piper picked a peck of pickled peppers. "]
-text = PackedText(tokenizer.encode(rhymes * 40), context=128, seed=0)
+text = PackedText.of_texts(tokenizer.encode(rhymes * 40), context=128, seed=0)
 torch.manual_seed(0)
 model = Llama(LlamaConfig(tokenizer.vocab_size, hidden_size=96, num_hidden_layers=2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)

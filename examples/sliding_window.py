@@ -9,7 +9,7 @@ from saccade.models.tokens import Bytes
 
 WINDOW, CONTEXT = 32, 256
 tokenizer = Bytes()
-text = PackedText(tokenizer.encode(["She sells sea shells by the sea shore. " * 60]), CONTEXT, seed=0)
+text = PackedText.of_texts(tokenizer.encode(["She sells sea shells by the sea shore. " * 60]), CONTEXT, seed=0)
 torch.manual_seed(0)
 sizes = {"hidden_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 4096}
 model = Llama(LlamaConfig(tokenizer.vocab_size, sliding_window=WINDOW, **sizes))

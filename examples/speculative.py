@@ -10,7 +10,7 @@ from saccade.models.tokens import Bytes
 
 tokenizer = Bytes()
 rhyme = "Peter Piper picked a peck of pickled peppers. "
-text = PackedText(tokenizer.encode([rhyme * 60]), context=128, seed=0)
+text = PackedText.of_texts(tokenizer.encode([rhyme * 60]), context=128, seed=0)
 
 
 def trained(width: int, layers: int) -> Llama:

@@ -100,13 +100,13 @@ def _share_gpus() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep n cases of each test marked `sample(n)`: which ones follows from the seed and the test's name alone.
 
-    On WebGPU's drivers of software a few of every contract test, others on each. Tests that run for minutes come first,
-    so that the others run at the same time.
+    On WebGPU's drivers of software a few of every contract test, others on each.
     """
     items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
     _slice(config, items)
     _leave_out(config, items)
     if config.getoption("--all"):
+        _spread(items)
         return
     apart = config.getoption("--webgpu") or next((n for n in ("triton", "metal") if config.getoption(f"--{n}")), "")
     groups: dict[str, list[pytest.Item]] = defaultdict(list)
@@ -127,6 +127,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
+    _spread(items)
+
+
+def _spread(items: list[pytest.Item]) -> None:
+    """Order tests so that every process begins with its share of those that run for minutes.
+
+    Otherwise one process would run them all, after the others have ended. pytest-xdist gives each process an equal run
+    of the list.
+    """
+    long: list[pytest.Item] = []
+    rest: list[pytest.Item] = []
+    for item in items:
+        marker = item.get_closest_marker("timeout")
+        (long if marker and not 0 < marker.args[0] < 600 else rest).append(item)
+    spread, workers = list[pytest.Item](), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    for n in range(workers):
+        size = (len(items) - len(spread)) // (workers - n)
+        spread += (long[n::workers] + rest)[:size]
+        del rest[: max(0, size - len(long[n::workers]))]
+    items[:] = spread
 
 
 def _slice(config: pytest.Config, items: list[pytest.Item]) -> None:

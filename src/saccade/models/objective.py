@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from .. import mask as masks
-from ..distributed.context import Where
+from ..distributed.context import ContextParallel, Where
 from ..mask import Mask
 from .blocks import Decoder
 from .data import IGNORED, Batch
@@ -44,32 +45,42 @@ class Objective:
             "enabled": settings.dtype != "float32",
         }
 
-    def mask_of(self, batch: Batch) -> Mask:
-        """What each token of a batch attends to: the tokens before it in its document."""
-        return masks.causal() & masks.documents(torch.from_numpy(batch.documents).to(self.device))
+    def mask_of(self, batch: Batch, device: torch.device | None) -> Mask:
+        """What each token of a batch attends to: the tokens before it in its document. None leaves ids on the host."""
+        return masks.causal() & masks.documents(torch.from_numpy(batch.documents).to(device))
 
-    def loss(self, batch: Batch, reduction: str = "mean") -> Tensor:
-        """The mean or the sum over the targets of a batch."""
-        mask = self.mask_of(batch)
-        tokens, positions, targets = (
-            torch.from_numpy(x).to(self.device) for x in (batch.tokens, batch.positions, batch.targets)
-        )
+    def loss(self, batch: Batch) -> Tensor:
+        """The mean over the targets of a batch."""
+        return self.sum(batch) / targets_of(batch)
+
+    def sum(self, batch: Batch, ranks: ContextParallel | None = None) -> Tensor:
+        """The sum over the targets of a batch, or over those of this rank's slices."""
+
+        def mine(x: np.ndarray) -> Tensor:
+            whole = torch.from_numpy(x)
+            return (whole if ranks is None else ranks.shard(whole)).to(self.device)
+
+        # a ring plans its steps on the host
+        mask = self.mask_of(batch, self.device if ranks is None else None)
         with torch.autocast(**self.precision):
-            logits = self.model(tokens, positions, mask, backend=self.backend)
-        # in float32, also if the logits are not
-        return functional.cross_entropy(
-            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction=reduction
-        )
+            logits = self.model(mine(batch.tokens), mine(batch.positions), mask, backend=ranks or self.backend)
+        # at least in float32, also if the logits are not
+        logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+        return functional.cross_entropy(logits, mine(batch.targets).flatten(), ignore_index=IGNORED, reduction="sum")
 
     @torch.no_grad()
     def mean(self, batch: Batch) -> Tensor:
         """The mean over a batch of any number of rows, a step's rows at a time."""
-        total = torch.stack([self.loss(part, "sum") for part in self._parts(batch)]).sum()
-        return total / int((batch.targets != IGNORED).sum())
+        return torch.stack([self.sum(part) for part in self._parts(batch)]).sum() / targets_of(batch)
 
     def _parts(self, batch: Batch) -> Iterator[Batch]:
         for start in range(0, len(batch.tokens), self.rows):
             yield Batch(*(x[start : start + self.rows] for x in batch))
+
+
+def targets_of(batch: Batch) -> int:
+    """How many tokens of a batch have a target."""
+    return int((batch.targets != IGNORED).sum())
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:

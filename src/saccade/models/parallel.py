@@ -30,14 +30,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import get_node_local_rank
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
 
-from .. import mask as masks
 from ..distributed import ContextParallel
-from .data import IGNORED, Batch
+from .data import Batch
 from .files import read_object, write_atomic
 from .hybrid import Hybrid
 from .loading import load_model
+from .objective import targets_of
 from .progress import CHECKPOINT, RANKS, Progress, read_progress
 from .texts import Text
 from .tokens import Tokenizer
@@ -120,17 +119,9 @@ class ParallelTrainer(Trainer):
         """
         rows = slice(self.number, None, self.groups) if self.model.training else slice(None)
         ranks = ContextParallel(batch.tokens.shape[1], self.group, self.layout, self.backend)
-
-        def mine(x: Any) -> Tensor:
-            return ranks.shard(torch.from_numpy(x[rows])).to(self.device)
-
-        mask = masks.causal() & masks.documents(batch.documents[rows])
-        with torch.autocast(**self.objective.precision):
-            logits = self.model(mine(batch.tokens), mine(batch.positions), mask, backend=ranks)
-        logits, targets = logits.flatten(0, 1).float(), mine(batch.targets).flatten()
-        total = functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+        total = self.objective.sum(Batch(*(x[rows] for x in batch)), ranks)
         shares = dist.get_world_size() // (1 if self.model.training else self.groups)
-        return total * (shares / int((batch.targets != IGNORED).sum()))
+        return total * (shares / targets_of(batch))
 
     def _mean(self, batch: Batch) -> Tensor:
         return self._loss(batch)
