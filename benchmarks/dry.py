@@ -38,6 +38,13 @@ class OnCPU(TorchFunctionMode):
         return args[0] if func is torch.Tensor.cuda else func(*args, **kwargs)
 
 
+class CpuGenerator(torch.Generator):
+    """A generator of the CPU, for every device."""
+
+    def __new__(cls, *_: Any, **__: Any) -> CpuGenerator:
+        return super().__new__(cls, "cpu")
+
+
 def by_events(call: Make, **_: Any) -> list[float]:
     """Seconds of one call, for every clock."""
     begin = time.perf_counter()
@@ -55,11 +62,10 @@ def attend(q: Any, k: Any, v: Any, *, causal: bool = False, **options: Any) -> A
 
 def stand_ins() -> None:
     """Replaces what needs a GPU or minutes of compiling."""
-    cpu_generator = torch.Generator
     replaced = {"synchronize": lambda: None, "get_device_name": lambda: "stand-in", "empty_cache": lambda: None}
     for name, value in replaced.items():
         setattr(torch.cuda, name, value)
-    vars(torch).update(Generator=lambda device="cpu": cpu_generator("cpu"))
+    vars(torch).update(Generator=CpuGenerator)
     vars(torch).update(compile=lambda f=None, **_: f or (lambda f: f))
     clocks.by_events = clocks.by_replays = clocks.by_clock = by_events
     peers = {"flash_attn.cute": {"flash_attn_func": attend, "flash_attn_varlen_func": attend}}
@@ -84,9 +90,22 @@ def shrink(module: Any) -> None:
         module.MATRICES = ((1, 256, 2, 16, 16), (1, 128, 2, 16, 16))
         module.SCANS = 2 * ((1, 256, 8, 4),)
         module.SQUARE, module.COPIED = 64, 1 << 10
+    elif name == "training":
+        module.settings_of, module.environment = tiny_settings, module.gpu_environment
+    elif name == "generation":
+        sizes = dict(zip(module.SIZES, (300, 32, 1, 2, 2), strict=True))
+        small = {"sizes": sizes, "dtype": torch.float32, "prompt": 70, "tokens": 5, "device": "cpu"}
+        module.CASES = [case._replace(**small) for case in module.CASES if case.device == "cuda"]
+        module.environment = module.gpu_environment
     elif name == "eight_bits":
         module.SIZES, module.ROWS, module.KEYS = (64,), 4, 1024
         module.in_eight_bits = lambda *arrays: module.saccade.attention(*(x.bfloat16() for x in arrays))
+
+
+def tiny_settings(_: Any, context: int, dtype: str, steps: int, seed: int = 0) -> dict[str, Any]:
+    """The settings of a small model on this file."""
+    sizes = {"layers": 1, "width": 32, "heads": 2, "kv_heads": 2, "context": min(context, 64), "batch": 1, "vocab": 300}
+    return {**sizes, "dtype": dtype, "steps": min(steps, 5), "seed": seed, "tokenizer": "bytes", "text": (__file__,)}
 
 
 def smaller(cases: Iterator[Any]) -> Iterator[Any]:
@@ -109,7 +128,8 @@ def main() -> None:
     with OnCPU():
         module = importlib.import_module(name)
         shrink(module)
-        sys.argv = sys.argv[1:]
+        # models are moved by torch's own code, which OnCPU does not see
+        sys.argv = [word.replace("cuda", "cpu") for word in sys.argv[1:]]
         if name.startswith("hopper"):
             print(f"{name} {' '.join(sys.argv[1:])}: imported, because its kernels need a GPU")
         else:

@@ -1,9 +1,13 @@
-"""`generate` compared with transformers and sdpa, on the CPU: `python benchmarks/generation.py rows.csv`.
+"""`generate` and `serve` compared with transformers and sdpa: `python benchmarks/generation.py rows.csv`.
 
 Each size has one random Llama, whose weights are saved once and loaded by both libraries. Both draw greedy tokens after
 the same prompts, in turn. The rate is new tokens per second of all prompts, between the first and the last of a prompt;
 `first` is the seconds until the first. If the tokens differ, the row says from which token on. The two largest logits
 of a random model are close, and bfloat16 may round them to the same number.
+
+The cases "served" are many prompts of different lengths, half of which begin with the same tokens. Saccade draws for 16
+of them at a time, and transformers for 16 after 16, with padding. Their rates include the time that prompts take.
+`--device cuda` runs cases for GPUs.
 
 `--model demo` compares `generate` without and with drafts instead, on the model of `make demo` or another run.
 """
@@ -15,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +28,9 @@ import torch
 from arguments import chosen, parser
 
 from saccade.cli.bench.clocks import timing
-from saccade.cli.bench.machine import Environment, environment
+from saccade.cli.bench.machine import Environment, environment, gpu_environment
 from saccade.cli.bench.rows import Row, note, write
+from saccade.models.batching import serve
 from saccade.models.llama import Llama, LlamaConfig
 from saccade.models.loading import load_model
 from saccade.models.sampling import Sampler, generate
@@ -38,6 +44,7 @@ Drawn = list[tuple[float, list[int]]]
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 TINY = dict(zip(SIZES, (4096, 256, 4, 8, 2), strict=True))
 PRESET = dict(zip(SIZES, (16384, 512, 8, 8, 4), strict=True)) | {"tie_word_embeddings": True}
+PRESET_350 = dict(zip(SIZES, (32768, 1024, 24, 16, 8), strict=True))
 LARGE = dict(zip(SIZES, (32000, 768, 12, 12, 4), strict=True))
 
 
@@ -50,9 +57,13 @@ class Case(NamedTuple):
     prompt: int
     tokens: int
     prompts: int = 1
+    device: str = "cpu"
+    served: bool = False
 
     @property
     def name(self) -> str:
+        if self.served:
+            return f"{self.model}-served"
         return f"{self.model}-{self.prompt}{f'-{self.prompts}-prompts' if self.prompts > 1 else ''}"
 
     @property
@@ -74,7 +85,17 @@ CASES = [
         for prompt in (1024, 8192)
         for prompts in (1, 4, 16)
     ),
+    *(Case("llama-30m", PRESET, dtype, 1024, 64, 48, served=True) for dtype in (torch.float32, torch.bfloat16)),
+    *(
+        Case(model, sizes, torch.bfloat16, prompt, 128, prompts, "cuda")
+        for model, sizes in (("llama-30m", PRESET), ("llama-350m", PRESET_350))
+        for prompt in (1024, 8192)
+        for prompts in (1, 16)
+    ),
+    Case("llama-350m", PRESET_350, torch.bfloat16, 1024, 128, 64, "cuda", served=True),
 ]
+# how many prompts are drawn for at a time
+BATCH = 16
 
 # a function that is repeated, as when a text is edited; the model continues its third copy
 METHOD = """    def seek(self, offset, whence=0):
@@ -103,10 +124,28 @@ def theirs(model: Any, prompts: Prompts, tokens: int) -> Drawn:
         drawn.append((time.perf_counter(), ids[:, -1].tolist()))
         return torch.zeros(len(ids), dtype=torch.bool)
 
-    ids = torch.tensor(prompts)
+    ids = torch.tensor(prompts, device=model.device)
     greedy = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     model.generate(ids, attention_mask=torch.ones_like(ids), stopping_criteria=[go_on], **greedy)
     return drawn
+
+
+def ours_served(model: Any, prompts: Prompts, tokens: int) -> Drawn:
+    """The tokens of all prompts, when the last prompt has ended."""
+    texts = dict(serve(model, prompts, tokens, Sampler(0.0), batch=BATCH))
+    return [(time.perf_counter(), texts[n]) for n in range(len(prompts))]
+
+
+def theirs_served(model: Any, prompts: Prompts, tokens: int) -> Drawn:
+    """The same by transformers, for BATCH prompts after each other, with padding before shorter prompts."""
+    texts: list[list[int]] = []
+    greedy = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for start in range(0, len(prompts), BATCH):
+        some = prompts[start : start + BATCH]
+        longest = max(map(len, some))
+        ids = torch.tensor([[0] * (longest - len(one)) + one for one in some], device=model.device)
+        texts += model.generate(ids, attention_mask=(ids > 0).long(), **greedy)[:, longest:].tolist()
+    return [(time.perf_counter(), text) for text in texts]
 
 
 def by_drafts(model: Any, prompts: Prompts, tokens: int) -> Drawn:
@@ -119,6 +158,8 @@ def timed(draw: Any, model: Any, case: Case, prompts: Prompts) -> tuple[float, f
     """(seconds until the first token, seconds per step after it, the tokens)."""
     start = time.perf_counter()
     times, drawn = zip(*draw(model, prompts, case.tokens), strict=True)
+    if case.served:
+        return times[-1] - start, (times[-1] - start) / case.tokens, list(drawn)
     return times[0] - start, (times[-1] - times[0]) / (len(times) - 1), list(drawn)
 
 
@@ -130,17 +171,25 @@ def run(case: Case, env: Environment) -> Iterator[Row]:
 
 def with_transformers(case: Case, env: Environment, folder: Path) -> Iterator[Row]:
     """The same for a model that is saved in the folder."""
-    from transformers import AutoModelForCausalLM
-
     torch.manual_seed(0)
     # an id that no token has, so that nothing ends the text
     config = LlamaConfig(**case.sizes, max_position_embeddings=16384, eos_token_id=-1)
     net = Llama(config)
     save_weights(folder / "model.safetensors", net)
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
-    peer = AutoModelForCausalLM.from_pretrained(folder, dtype=case.dtype, attn_implementation="sdpa").eval()
-    providers = {"saccade": (ours, load_model(folder, case.dtype)), "transformers sdpa": (theirs, peer)}
+    draw, drawn_by_peer = (ours_served, theirs_served) if case.served else (ours, theirs)
+    providers = {"saccade": (draw, load_model(folder, case.dtype, case.device))}
+    if find_spec("transformers"):
+        from transformers import AutoModelForCausalLM
+
+        peer = AutoModelForCausalLM.from_pretrained(folder, dtype=case.dtype, attn_implementation="sdpa").eval()
+        providers["transformers sdpa"] = drawn_by_peer, peer.to(case.device)
     prompts = torch.randint(1, case.sizes["vocab_size"], (case.prompts, case.prompt)).tolist()
+    if case.served:
+        # of 64 tokens to the most, and half of them begin with the same 256
+        lengths = torch.randint(64, case.prompt + 1, (case.prompts,)).tolist()
+        starts = prompts[0][:256], []
+        prompts = [(starts[n % 2] + one)[: lengths[n]] for n, one in enumerate(prompts)]
     yield from compare(case, env, providers, prompts)
 
 
@@ -167,10 +216,11 @@ def compare(case: Case, env: Environment, providers: dict[str, tuple[Any, Any]],
             if n:
                 samples[name].append(seconds)
                 firsts[name].append(first_token)
-    first, second = drawn.values()
-    same = next((n for n, (a, b) in enumerate(zip(first, second, strict=True)) if a != b), len(first))
+    first, *others = drawn.values()
+    same = next((n for n, text in enumerate(first) if any(other[n] != text for other in others)), len(first))
     parameters = sum(x.numel() for x in next(iter(providers.values()))[1].parameters())
-    dtype, differ = str(case.dtype).removeprefix("torch."), f"tokens differ from number {same} on"
+    unit = "prompt" if case.served else "token"
+    dtype, differ = str(case.dtype).removeprefix("torch."), f"tokens differ from {unit} {same} on"
     base = "transformers sdpa" if "transformers sdpa" in samples else "saccade"
     for name, seconds in samples.items():
         token = timing(seconds)
@@ -178,7 +228,8 @@ def compare(case: Case, env: Environment, providers: dict[str, tuple[Any, Any]],
         ratio = float(np.median(np.array(samples[base]) / seconds))
         sooner = float(np.median(np.array(firsts[base]) / firsts[name]))
         values = {"parameters": parameters, "prompt": case.prompt, "prompts": case.prompts, "new": case.tokens}
-        values |= {"ratio": ratio, "first": float(np.median(firsts[name])), "ratio_first": sooner}
+        values |= {"ratio": ratio}
+        values |= {} if case.served else {"first": float(np.median(firsts[name])), "ratio_first": sooner}
         text = note(values, "" if same == len(first) else differ)
         row = Row(*env, case.name, name, "generate", dtype, note=text, **token._asdict())
         yield replace(row, rate=case.prompts / token.median, rate_unit="token/s")
@@ -187,13 +238,15 @@ def compare(case: Case, env: Environment, providers: dict[str, tuple[Any, Any]],
 def main() -> None:
     """Measure and write the rows."""
     arguments = parser(__doc__)
+    arguments.add_argument("--device", default="cpu")
     arguments.add_argument("--model", type=Path, help="a run of `saccade train`, with and without drafts")
     args = arguments.parse_args()
-    env = environment(args.commit)
+    env = (environment if args.device == "cpu" else gpu_environment)(args.commit)
     if args.model:
         write(args.out, with_drafts(args.model, env))
         return
-    picked = chosen((case for case in CASES if args.only in case.name), args.part)
+    here = (case for case in CASES if args.only in case.name and case.device == args.device)
+    picked = chosen(here, args.part)
     write(args.out, (row for case in picked for row in run(case, env)))
 
 

@@ -28,7 +28,7 @@ from arguments import parser
 from training_peers import NOT_COMPILED, PEERS
 
 from saccade.cli.bench.clocks import timing
-from saccade.cli.bench.machine import Environment, environment
+from saccade.cli.bench.machine import Environment, environment, gpu_environment
 from saccade.cli.bench.rows import Row, note, write
 
 # steps of a process that are not timed: they compile and allocate
@@ -43,7 +43,7 @@ def child(job: dict[str, Any]) -> None:
     share_cores()
     import torch
 
-    from saccade.models import blocks, objective
+    from saccade.models import objective, stores
     from saccade.models.speed import memory, wait
     from saccade.models.training import Trainer
 
@@ -61,7 +61,7 @@ def child(job: dict[str, Any]) -> None:
 
     if attention is not None:
         attention = not_compiled if job["peer"] in NOT_COMPILED else attention
-        blocks.api = SimpleNamespace(attention=attention)  # type: ignore[assignment]
+        stores.api = SimpleNamespace(attention=attention)  # type: ignore[assignment]
     if job["peer"] != "saccade":
         objective.Objective.mask_of = mask_of  # type: ignore[method-assign]
 
@@ -207,7 +207,8 @@ def main() -> None:
     words.add_argument("--losses", type=int, default=0, help="steps of a run whose losses are compared")
     words.add_argument("--device", default="cpu")
     args = words.parse_args()
-    write(args.out, (curves if args.losses else speeds)(args, environment(args.commit)))
+    env = (environment if args.device == "cpu" else gpu_environment)(args.commit)
+    write(args.out, (curves if args.losses else speeds)(args, env))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from saccade.models.blocks import PagedTokens
 from saccade.models.data import PackedText
 from saccade.models.llama import Llama, LlamaConfig
+from saccade.models.stores import PagedTokens
 from saccade.models.tokens import Bytes
 
 tokenizer = Bytes()

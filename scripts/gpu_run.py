@@ -4,6 +4,8 @@
 are written as they come, to FOLDER/VERSION with the version of Triton. A part that reaches its limit is interrupted.
 Started again, it continues: tests that passed at this commit are left out, and so are cases that have rows of it. The
 machine needs no git and no network; peers that are not installed are named in the output and in the notes of rows.
+Parts of training read folders of tokens, which `saccade train --preset NAME --data build/tokens/NAME` makes on any
+machine.
 """
 
 from __future__ import annotations
@@ -51,6 +53,11 @@ def recurrent(part: str) -> Part:
     return Part(f"recurrent-{part[0]}", 7, (f"nvidia_recurrent.py {{rows}} --resume --part {part} --using {{forms}}",))
 
 
+def training(preset: str, minutes: float) -> Part:
+    words = f"training.py {{rows}} --device cuda --preset {preset} --dtype bfloat16 --tokens 32768 --commit {{commit}}"
+    return Part(f"training-{preset}", minutes, (f"{words} --data {{tokens}}/{preset}",))
+
+
 PARTS = (
     *tests(),
     Part("tests-log", 1, (f"make test-gpu-log SLICES={SLICES} LOGS={{folder}}",)),
@@ -72,6 +79,10 @@ PARTS = (
     recurrent("2/4"),
     recurrent("3/4"),
     recurrent("4/4"),
+    training("llama-30m", 6),
+    training("gpt2-124m", 8),
+    training("llama-350m", 8),
+    Part("generation", 8, ("generation.py {rows} --device cuda --commit {commit}",)),
 )
 
 
@@ -130,6 +141,9 @@ def main() -> None:
     words.add_argument("--commit", default="", help="its name, where git is missing")
     words.add_argument("--triton", default="", help="a folder with another Triton: an unpacked wheel")
     words.add_argument("--peers", default="", help="a folder with packages of peers")
+    words.add_argument(
+        "--tokens", type=Path, default=ROOT / "build" / "tokens", help="a folder of tokens for each preset, by its name"
+    )
     words.add_argument("--limit", type=float, default=525, help="seconds of a part")
     words.add_argument("--dry", action="store_true", help="on the CPU, with stand-ins; tests are only collected")
     args = words.parse_args()
@@ -143,6 +157,7 @@ def main() -> None:
     # kernels and launchers of a Triton that has not passed the suite yet are switched on
     forms = "'every Triton'" if args.triton else ""
     names = {"folder": str(folder), "commit": commit, "forms": forms}
+    names["tokens"] = str(args.tokens.resolve())
     names["using"] = f"--forms {forms}" if forms else ""
     path = [args.triton, str(ROOT / "src"), args.peers, os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONUNBUFFERED": "1"}

@@ -10,9 +10,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
+from saccade.models import batching  # noqa: E402
 from saccade.models.batching import serve  # noqa: E402
 from saccade.models.llama import Llama, LlamaConfig  # noqa: E402
-from saccade.models.replay import WARM, Steps  # noqa: E402
+from saccade.models.replay import WARM, PagedSteps, Steps  # noqa: E402
 from saccade.models.sampling import Sampler, generate, prefill  # noqa: E402
 
 VOCABULARY = 61
@@ -179,6 +180,43 @@ def test_generation_repeats_and_stops() -> None:
         next(generate(model, [[1], []], 3, Sampler()))
 
 
+def tried_first(step, generators, undo):
+    """In place of a capture: steps that are undone, as they compile the kernels of a graph."""
+    for _ in range(WARM):
+        step()
+    undo()
+    return step
+
+
+@pytest.mark.parametrize("batch, page_size, chunk", [(1, 4, 64), (2, 1, 3), (3, 16, 1), (9, 5, 7)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("window, quantised", [(0, None), (6, None), (0, "int8")])
+def test_prompts_that_come_and_go_through_replayed_steps(
+    batch: int, page_size: int, chunk: int, temperature: float, window: int, quantised: str | None, monkeypatch
+) -> None:
+    model, tokens = small(sliding_window=window), some_tokens(5, 30)
+    # the second starts with the same tokens as the first, and the last equals all of it
+    tokens[1, :12] = tokens[0, :12]
+    tokens[4] = tokens[0]
+    prompts = [row[:n].tolist() for row, n in zip(tokens, (14, 17, 3, 9, 12), strict=True)]
+    options = {"batch": batch, "page_size": page_size, "chunk": chunk, "quantised": quantised, "seed": 4}
+    # the first text ends in the middle of the replays
+    end = dict(serve(model, prompts, 9, Sampler(temperature), **options))[0][-1]
+    model.config = dataclasses.replace(model.config, eos_token_id=end)
+    expected = dict(serve(model, prompts, 39, Sampler(temperature), **options))
+    made: list[PagedSteps] = []
+
+    def steps(*args):
+        made.append(PagedSteps(*args, capture=tried_first))
+        return made[0]
+
+    monkeypatch.setattr(batching, "of_static_pages", lambda *_: True)
+    monkeypatch.setattr(batching, "PagedSteps", steps)
+    assert dict(serve(model, prompts, 39, Sampler(temperature), **options)) == expected
+    assert int(made[0].draws.count) > 0
+    assert any(len(text) < 39 for text in expected.values())
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("tokens", [1, 2, 40])
 def test_steps_of_static_shapes_draw_the_same_tokens(temperature: float, tokens: int) -> None:
@@ -187,21 +225,13 @@ def test_steps_of_static_shapes_draw_the_same_tokens(temperature: float, tokens:
     expected = list(generate(model, prompts, tokens, sampler, seed=3))
     addresses: list[int] = []
 
-    def tried_first(step, generator, undo):
-        # as before the capture of a graph
-        for _ in range(WARM):
-            step()
-        undo()
-
-        def replay() -> None:
-            step()
-            addresses.append(caches[0].lengths.data_ptr())
-
-        return replay
+    def noted(*args):
+        step = tried_first(*args)
+        return lambda: (step(), addresses.append(caches[0].lengths.data_ptr()))
 
     logits, caches = prefill(model, prompts, 20 + tokens + WARM + 1, 256)
     generator = torch.Generator().manual_seed(3)
-    assert list(Steps(model, caches, sampler, generator, capture=tried_first).run(logits, tokens)) == expected
+    assert list(Steps(model, caches, sampler, generator, capture=noted).run(logits, tokens)) == expected
     assert len(set(addresses)) <= 1
     assert len(addresses) >= len(expected) - 1
 

@@ -193,7 +193,7 @@ class PagedKVCache(Storage):
             self.in_memory("rotation")
             turn = turning(k, self.positions_of(sequences, bounds), **rotation)
         sums = None if log_f is None else gates.sums_of_sequences(self, log_f, chosen, bounds)
-        first, second = map(self._arrays.indices, np.divmod(self._taken(sequences, bounds), self.page_size))
+        first, second = map(self._arrays.indices, np.divmod(self.reserve(sequences, bounds), self.page_size))
         self._arrays.write_slots(self, k, v, first, second, turn)
         if sums is not None:
             gates.write(self, sums, first, second)
@@ -214,8 +214,11 @@ class PagedKVCache(Storage):
         parts = self._arrays.on_host(table), self._arrays.on_host(lengths), self.k_scale, self.v_scale
         return PagedKeys(self.k, self.v, *parts, self.quantised, self.sizes, self.gates, self.aliased)
 
-    def _taken(self, sequences: Sequence[int], bounds: Ints) -> Ints:
-        # the slots of new tokens, numbered over all pages
+    def reserve(self, sequences: Sequence[int], bounds: Ints) -> Ints:
+        """Lengthen sequences, r by the tokens bounds[r] to bounds[r + 1]; returns their slots, over all pages.
+
+        The slots have no keys until the caller writes them. Raises ValueError if too few pages are free.
+        """
         more = [(self._sequences[s], int(n)) for s, n in zip(sequences, np.diff(bounds), strict=True)]
         wanted = self._wanted(more)
         if wanted > len(self._free):
@@ -235,7 +238,7 @@ class PagedKVCache(Storage):
         new = self.fork(sequence, first)
         self._give_back(old)
         try:
-            slots = self._arrays.indices(self._taken([new], np.array([0, len(later)])))
+            slots = self._arrays.indices(self.reserve([new], np.array([0, len(later)])))
         except ValueError:
             self.remove(new)
             self._shares[old] += 1

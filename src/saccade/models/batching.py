@@ -10,18 +10,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..caches.paged import PagedKVCache
 from ..caches.prefixes import PrefixCache
-from .blocks import Decoder, PagedTokens
+from .blocks import Decoder
 from .drafts import Draft, Text, Tree, depth_of, walk
 from .experts import Experts
+from .replay import AHEAD, PagedSteps, of_static_pages
 from .sampling import Sampler, allow, check_lengths
+from .stores import PagedTokens
 
 
 @dataclass
 class _Running:
-    # a running prompt: its pages in every layer, tokens of the prompt that are not yet read, tokens read, and the text;
-    # tree: the nodes whose logits are needed
+    # a running prompt: its place in the batch, its pages in every layer, tokens of the prompt that are not yet read,
+    # tokens read, and the text; tree: the nodes whose logits are needed
     number: int
+    place: int
     sequence: int
     unread: list[int]
     generator: torch.Generator
@@ -75,7 +79,8 @@ def serve(
     that has unread ones, and draws one token, or those of a draft, for every other prompt. When a prompt ends, the next
     one takes its place. It shares the pages of the longest prefix that it has in common with a running prompt, or with
     a prompt that has ended and whose pages were not reused (`PrefixCache`). Draws depend on the seed and the prompt's
-    number, not on the other prompts.
+    number, not on the other prompts. On an NVIDIA GPU, while no prompt has unread tokens, steps are replays of one CUDA
+    graph, up to 16 before the next prompt may begin.
     rows: compute exactly so many tokens in each pass, the last ones as padding, and attention with
     deterministic="batch". A text then has the same tokens with any other prompts, if the matrix products of the linear
     layers give a row the same bits in any place among these rows. A pass costs as much as one with `rows` tokens.
@@ -93,41 +98,76 @@ def serve(
         return
     draft, model = Draft.of(draft), model.eval()
     longest = max((len(prompt) for prompt in prompts), default=0) + tokens + depth_of(draft, model)
-    # a page more per prompt, because forks copy one, and the pages of one more prompt, for prefixes of ended prompts
-    pages = (min(batch, len(prompts)) + 1) * (-(-longest // page_size) + 1)
-    layers = model.make_pages(pages, page_size, quantised)
+    columns, most = -(-longest // page_size) + 1, min(batch, len(prompts))
+    # a page more per prompt, because forks copy one, the pages of one more prompt, for prefixes of ended prompts, and
+    # one for places without a prompt
+    layers = model.make_pages((most + 1) * columns + 1, page_size, quantised)
     begins = PrefixCache(layers)
+    generators = [torch.Generator(model.device) for _ in range(most)]
+    static = rows is None and draft is None and of_static_pages(model, layers)
+    steps = PagedSteps(model, layers, columns, sampler, generators, backend) if static and most else None
     running, waiting = list[_Running](), list(enumerate(prompts))[::-1]
     while waiting or running:
         while waiting and len(running) < batch:
             number, prompt = waiting.pop()
-            generator = torch.Generator(model.device).manual_seed(seed + number)
-            running.append(_start(number, Text(prompt, tokens, model.config.ends, draft), begins, generator))
-        taken = _taken(running, chunk, rows)
-        cu = np.concatenate([[0], np.cumsum([len(some) for some in taken])])
-        sequences = [one.sequence for one in running]
-        wanted = [_wanted(len(one.known), len(some), page_size) for one, some in zip(running, taken, strict=True)]
-        begins.free(sum(wanted))
-        flat = _padded([token for some in taken for token in some], rows).to(model.device)[None]
-        stores = [PagedTokens(x, sequences, cu, True if rows is None else "batch") for x in layers]
-        hidden = model.hidden(flat, caches=stores, backend=backend)[0]
-        counts = [len(one.tree.tokens) for one in running]
-        at = np.concatenate([np.arange(end - n, end) for n, end in zip(counts, cu[1:], strict=True)])
-        logits = model.logits(hidden[_padded(at, rows)])[: len(at)].split(counts)
-        for one, some, after in zip(list(running), taken, logits, strict=True):
-            reading = bool(one.unread)
-            if reading and first is not None:
-                after = allow(after, first[one.number : one.number + 1])
-            rejected = one.advance(some, after, sampler)
-            for x in layers if rejected else ():
-                x.crop(one.sequence, len(one.known))
-            if reading or one.text.done:
-                begins.keep(one.sequence, one.known)
-            if one.text.done:
-                running.remove(one)
-                for x in layers:
-                    x.remove(one.sequence)
-                yield one.number, one.text.drawn
+            place = min(set(range(most)) - {one.place for one in running})
+            generator = generators[place].manual_seed(seed + number)
+            running.append(_start(number, place, Text(prompt, tokens, model.config.ends, draft), begins, generator))
+        if steps is not None and not any(one.unread for one in running):
+            _replay(steps, running, begins, page_size)
+        else:
+            taken = _taken(running, chunk, rows)
+            begins.free(sum(_wanted(one, len(some), page_size) for one, some in zip(running, taken, strict=True)))
+            logits = _read(model, layers, running, taken, rows, backend)
+            for one, some, after in zip(running, taken, logits, strict=True):
+                reading = bool(one.unread)
+                if reading and first is not None:
+                    after = allow(after, first[one.number : one.number + 1])
+                rejected = one.advance(some, after, sampler)
+                for x in layers if rejected else ():
+                    x.crop(one.sequence, len(one.known))
+                if reading:
+                    begins.keep(one.sequence, one.known)
+        for one in [one for one in running if one.text.done]:
+            begins.keep(one.sequence, one.known)
+            running.remove(one)
+            for x in layers:
+                x.remove(one.sequence)
+            yield one.number, one.text.drawn
+
+
+def _read(
+    model: Decoder,
+    layers: Sequence[PagedKVCache],
+    running: Sequence[_Running],
+    taken: Sequence[Sequence[int]],
+    rows: int | None,
+    backend: str | None,
+) -> Sequence[Tensor]:
+    """Read the tokens taken of each prompt; the logits after each node of its tree, [n, vocab]."""
+    cu = np.concatenate([[0], np.cumsum([len(some) for some in taken])])
+    sequences = [one.sequence for one in running]
+    flat = _padded([token for some in taken for token in some], rows).to(model.device)[None]
+    stores = [PagedTokens(x, sequences, cu, True if rows is None else "batch") for x in layers]
+    hidden = model.hidden(flat, caches=stores, backend=backend)[0]
+    counts = [len(one.tree.tokens) for one in running]
+    at = np.concatenate([np.arange(end - n, end) for n, end in zip(counts, cu[1:], strict=True)])
+    return model.logits(hidden[_padded(at, rows)])[: len(at)].split(counts)
+
+
+def _replay(steps: PagedSteps, running: Sequence[_Running], begins: PrefixCache, page_size: int) -> None:
+    """Draw up to AHEAD tokens for every prompt, none of which has unread tokens."""
+    counts = [min(AHEAD, one.text.left) for one in running]
+    begins.free(sum(_wanted(one, n, page_size) for one, n in zip(running, counts, strict=True)))
+    last = [one.text.tokens[-1] for one in running]
+    drawn = steps.run([one.place for one in running], [one.sequence for one in running], last, counts)
+    for one, tokens in zip(running, drawn, strict=True):
+        for token in tokens:
+            if not one.text.done:
+                one.known.append(one.text.tokens[-1])
+                one.text.draw(token)
+        for x in steps.layers:
+            x.crop(one.sequence, len(one.known))
 
 
 def _check_rows(model: Decoder, rows: int | None, batch: int, draft: object) -> None:
@@ -159,13 +199,13 @@ def _padded(numbers: Sequence[int] | np.ndarray, rows: int | None) -> torch.Tens
     return padded
 
 
-def _start(number: int, text: Text, begins: PrefixCache, generator: torch.Generator) -> _Running:
+def _start(number: int, place: int, text: Text, begins: PrefixCache, generator: torch.Generator) -> _Running:
     # the last token of a prompt is read: its logits are needed
     prompt = text.tokens
     sequence, shared = begins.begin(prompt[:-1])
-    return _Running(number, sequence, prompt[shared:], generator, prompt[:shared], text, Tree(0))
+    return _Running(number, place, sequence, prompt[shared:], generator, prompt[:shared], text, Tree(0))
 
 
-def _wanted(cached: int, more: int, page_size: int) -> int:
+def _wanted(one: _Running, more: int, page_size: int) -> int:
     # pages that new tokens may take: the pages that they fill, and a copy of the page that they continue
-    return -(-(cached + more) // page_size) - cached // page_size
+    return -(-(len(one.known) + more) // page_size) - len(one.known) // page_size

@@ -1,98 +1,26 @@
-"""The parts of a Llama-style stack: RMSNorm, SwiGLU, rotary grouped-query attention, and the block that joins them.
-
-Attention goes through `saccade.attention` (whole sequences), `saccade.decode` (new tokens against a cache) or
-`saccade.paged_attention` (new tokens of many sequences against pages).
-"""
+"""The parts of a Llama-style stack: RMSNorm, SwiGLU, rotary grouped-query attention, and the block that joins them."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .. import api
 from ..caches.contiguous import KVCache
 from ..caches.paged import PagedKVCache
-from ..caches.ragged import paged_attention
-from ..distributed.context import ContextParallel, Where
-from ..distributed.sharded_cache import ShardedKVCache
-from ..distributed.sharded_cache import decode as decode_over_ranks
+from ..distributed.context import Where
 from ..rope import rotated
 from .states import StackCache, Turn
+from .stores import Cached, attend
 
 if TYPE_CHECKING:
     from ..mask import Mask
     from .hybrid_config import HybridConfig
     from .llama_config import LlamaConfig
-
-
-class PagedTokens(NamedTuple):
-    """A layer's pages, and the sequences of a batch of one row: tokens cu[r] to cu[r + 1] are of sequences[r].
-
-    Tokens from cu[-1] on are padding. deterministic: as in `paged_attention`.
-    """
-
-    pages: PagedKVCache
-    sequences: list[int]
-    cu: np.ndarray
-    deterministic: bool | str = True
-
-    def append(self, k: Tensor, v: Tensor) -> None:
-        """Store keys and values [1, T, ...], without padding."""
-        n = int(self.cu[-1])
-        self.pages.append(self.sequences, k[0, :n], v[0, :n], self.cu)
-
-    def attend(self, q: Tensor, **options: Any) -> Tensor:
-        """q [1, T, Hq, D] -> [1, T, Hq, Dv], zero for padding; options: of `paged_attention`."""
-        n, view = int(self.cu[-1]), self.pages.view(self.sequences)
-        o = paged_attention(q[0, :n], view, self.cu, deterministic=self.deterministic, **options)
-        return functional.pad(o, (0, 0, 0, 0, 0, q.shape[1] - n))[None]
-
-
-# the caches that a layer of attention can use
-Cached = KVCache | PagedTokens | ShardedKVCache
-
-
-def positions_of(tokens: Tensor, caches: Sequence[Cached] | None, backend: Where = None) -> Tensor:
-    """Positions [T] or [B, T] of new tokens [B, T], counted from 0 or from the cached length."""
-    if isinstance(backend, ContextParallel):
-        return backend.positions.to(tokens.device)
-    steps = torch.arange(tokens.shape[1], device=tokens.device)
-    if not caches:
-        return steps
-    first = caches[0]
-    if not isinstance(first, PagedTokens):
-        return first.positions[:, None] + steps
-    positions = torch.from_numpy(first.pages.positions_of(first.sequences, first.cu)).to(tokens.device)
-    return functional.pad(positions, (0, tokens.shape[1] - len(positions)))[None]
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, cache: Cached | None, backend: Where) -> Tensor:
-    """q [B, T, Hq, D], k, v [B, T, Hk, D] -> [B, T, Hq, D]; with a cache, k and v are first appended to it."""
-    if isinstance(backend, ContextParallel):
-        if cache is not None:
-            # this rank's slice of the tokens, as its layout cuts them
-            if not isinstance(cache, KVCache):
-                raise ValueError(
-                    f"cache is {type(cache).__name__}; expected a KVCache for this rank's slice of the rows"
-                )
-            cache.append(k, v)
-        return backend.attention(q, k, v, mask)
-    if isinstance(cache, ShardedKVCache):
-        cache.append(k, v)
-        return decode_over_ranks(q, cache, mask=mask, backend=backend)
-    if cache is None:
-        return api.attention(q, k, v, mask, backend=backend)
-    if isinstance(cache, PagedTokens):
-        cache.append(k, v)
-        return cache.attend(q, mask=mask, backend=backend)
-    cache.append(k, v)
-    return api.decode(q, cache, mask=mask, backend=backend)
 
 
 def turned(x: Tensor, turn: Turn | None) -> Tensor:

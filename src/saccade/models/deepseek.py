@@ -17,12 +17,13 @@ from ..caches.contiguous import KVCache
 from ..caches.latent import IndexedLatentKVCache, LatentKVCache, PagedLatentKVCache
 from ..distributed.context import ContextParallel, Where
 from ..rope import rotated
-from .blocks import Block, Cached, PagedTokens, RMSNorm, SwiGLU, attend
+from .blocks import Block, RMSNorm, SwiGLU
 from .deepseek_config import DeepSeekConfig
 from .experts import SharedExperts
 from .indexer import Index, LightningIndexer, best_keys, indexer_loss
 from .llama import Llama
 from .states import Turn
+from .stores import Cached, PagedTokens, attend
 from .weights import Tensors
 
 if TYPE_CHECKING:

@@ -130,6 +130,11 @@ class Text:
         self.drawn.append(token)
         self.done = token in self._ends or len(self.drawn) == self._most
 
+    @property
+    def left(self) -> int:
+        """The number of tokens that may still be drawn."""
+        return 0 if self.done else self._most - len(self.drawn)
+
     def tree(self, width: int) -> Tree:
         """The last token and at most `width` drafts of what follows: of long n-grams first, then of late ones."""
         if self.draft is None or self.done:

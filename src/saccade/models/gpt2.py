@@ -17,8 +17,9 @@ from torch.nn import functional
 from .. import mask as masks
 from ..distributed.context import Where
 from ..mask import Mask
-from .blocks import Cached, Decoder, attend, positions_of
+from .blocks import Decoder
 from .fields import CONFIG, check_fields
+from .stores import Cached, attend, positions_of
 from .weights import Tensors, filled, read_config
 
 # keys that change what is computed, each with the only supported value

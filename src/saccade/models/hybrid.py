@@ -21,13 +21,14 @@ from ..caches.paged import PagedKVCache
 from ..distributed.context import ContextParallel, Where
 from ..mask import Mask
 from ..rope import angles
-from .blocks import Attention, Decoder, GatedAttention, RMSNorm, SwiGLU, positions_of
+from .blocks import Attention, Decoder, GatedAttention, RMSNorm, SwiGLU
 from .deepseek import LatentAttention
 from .experts import Experts, Router, SharedExperts
 from .gated_blocks import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention, Retention
 from .hybrid_config import ATTENTION, EXPERTS, HybridConfig
 from .recurrent_blocks import GriffinRecurrent, Mamba, Mamba2
 from .states import Carry, Packing, StackCache, State, Turn
+from .stores import positions_of
 from .weights import filled, read_config
 
 # layers that write to the residual stream

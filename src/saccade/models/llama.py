@@ -17,9 +17,10 @@ from .. import mask as masks
 from ..distributed.context import Where
 from ..mask import Mask
 from ..rope import angles
-from .blocks import Block, Cached, Decoder, RMSNorm, positions_of
+from .blocks import Block, Decoder, RMSNorm
 from .llama_config import LlamaConfig
 from .states import Turn
+from .stores import Cached, positions_of
 from .weights import Tensors, filled, read_config
 
 if TYPE_CHECKING:

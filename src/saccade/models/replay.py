@@ -1,8 +1,8 @@
 """Steps of generation with static shapes, so that a GPU can replay one CUDA graph for each.
 
 The graph reads the tokens that were drawn last, computes the model, draws the next tokens, and stores them in an array
-of all new tokens. Tokens, lengths and the number of steps stay at their addresses and are advanced by the graph itself.
-The host only starts replays, and reads several steps at a time.
+of new tokens. Tokens, lengths and the number of steps stay at their addresses and are advanced by the graph itself. The
+host only starts replays, and reads several steps at a time.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..caches.contiguous import KVCache
+from ..caches.latent import IndexedLatentKVCache, PagedLatentKVCache
+from ..caches.paged import PagedKVCache
 from .experts import Experts
 from .sampler import Sampler, not_finite
 from .states import StackCache
+from .stores import PagedStep
 
 if TYPE_CHECKING:
     from .blocks import Decoder
@@ -26,11 +30,13 @@ AHEAD = 16
 # steps before the capture, which compile kernels; they need room in the caches, as does the captured one
 WARM = 2
 
-# (step, generator, undo) -> a function that repeats the step; undo: undoes steps that were only tried
-Capture = Callable[[Callable[[], None], torch.Generator, Callable[[], None]], Callable[[], None]]
+# (step, generators, undo) -> a function that repeats the step; undo: undoes steps that were only tried
+Capture = Callable[[Callable[[], None], Sequence[torch.Generator], Callable[[], None]], Callable[[], None]]
 
 
-def captured(step: Callable[[], None], generator: torch.Generator, undo: Callable[[], None]) -> Callable[[], None]:
+def captured(
+    step: Callable[[], None], generators: Sequence[torch.Generator], undo: Callable[[], None]
+) -> Callable[[], None]:
     """A CUDA graph of the step; each of its replays draws new numbers."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -40,10 +46,83 @@ def captured(step: Callable[[], None], generator: torch.Generator, undo: Callabl
     torch.cuda.current_stream().wait_stream(stream)
     undo()
     graph = torch.cuda.CUDAGraph()
-    graph.register_generator_state(generator)
+    for generator in generators:
+        graph.register_generator_state(generator)
     with torch.cuda.graph(graph):
         step()
     return graph.replay
+
+
+class Draws:
+    """The tokens that steps draw, in arrays that stay at their addresses.
+
+    token: int64 [rows], the last ones. tokens: int64 [steps, rows], those of the first `count` steps. ended, finite:
+    bool [rows], whether an end token was drawn, and whether the logits were finite until then. generators: one for all
+    rows, or one for each.
+    """
+
+    def __init__(
+        self, model: Decoder, sampler: Sampler, generators: Sequence[torch.Generator], rows: int, steps: int
+    ) -> None:
+        device = model.device
+        self.sampler, self.generators = sampler, generators
+        self.first_end, self.ends = model.config.ends[0], torch.tensor(model.config.ends, device=device)
+        self.token = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(steps, rows, dtype=torch.int64, device=device)
+        self.count = torch.zeros(1, dtype=torch.int64, device=device)
+        self.ended = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.finite = torch.ones(rows, dtype=torch.bool, device=device)
+
+    @property
+    def changing(self) -> list[Tensor]:
+        """The arrays that a draw changes, without `tokens`."""
+        return [self.token, self.count, self.ended, self.finite]
+
+    def draw(self, logits: Tensor) -> None:
+        """Draw the next token of each row, or the end token again; logits: [rows, vocab]."""
+        one = self.generators[0] if len(self.generators) == 1 else self.generators
+        token, finite = self.sampler.choose(logits, one)
+        self.token.copy_(token.masked_fill(self.ended, self.first_end))
+        self.finite &= finite | self.ended
+        self.ended |= torch.isin(self.token, self.ends)
+        self.tokens.index_copy_(0, self.count, self.token[None])
+        self.count += 1
+
+    def check(self, rows: int | None = None) -> None:
+        """Raise FloatingPointError if the logits of one of the first rows were not finite."""
+        if not bool(self.finite[:rows].all()):
+            raise not_finite(self.finite[:rows])
+
+
+def repeated(
+    model: Decoder,
+    stores: Sequence[KVCache | PagedStep],
+    draws: Draws,
+    lengths: Sequence[Tensor],
+    settle: Callable[[], None],
+    backend: str | None,
+    capture: Capture,
+) -> Callable[[], None]:
+    """A function that replays a step: it reads the last tokens, appends them to the stores, and draws the next ones.
+
+    lengths: the arrays that `settle` brings up to date after a pass of the model.
+    """
+    changing = [*lengths, *draws.changing]
+    before, states = [x.clone() for x in changing], [one.get_state() for one in draws.generators]
+
+    def step() -> None:
+        logits = model(draws.token[:, None], caches=stores, backend=backend)[:, -1]
+        settle()
+        draws.draw(logits)
+
+    def undo() -> None:
+        # the keys that were appended are beyond the lengths again
+        for x, old in zip(changing, before, strict=True):
+            x.copy_(old)
+        for one, state in zip(draws.generators, states, strict=True):
+            one.set_state(state)
+
+    return capture(step, draws.generators, undo)
 
 
 class Steps:
@@ -64,13 +143,6 @@ class Steps:
         self.model, self.caches, self.sampler, self.generator = model, caches, sampler, generator
         self.backend, self.capture = backend, capture
         self.lengths = [cache.lengths.clone() for cache in caches]
-        self._settle()
-        batch, device = len(self.lengths[0]), model.device
-        self.ends = torch.tensor(model.config.ends, device=device)
-        self.token = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.ended = torch.zeros(batch, dtype=torch.bool, device=device)
-        self.finite = torch.ones(batch, dtype=torch.bool, device=device)
-        self.count = torch.zeros(1, dtype=torch.int64, device=device)
 
     @torch.no_grad()
     def run(self, logits: Tensor, tokens: int) -> Iterator[list[int]]:
@@ -78,15 +150,15 @@ class Steps:
 
         logits: [B, vocab], after the prompts. Raises as `Sampler.draw`, up to AHEAD steps later.
         """
+        self._settle()
         # steps that are tried before the capture need rows, too
-        drawn = self.token.new_zeros(tokens + WARM, len(self.token))
-        self._draw(logits, drawn)
-        replay = self._captured(drawn) if tokens > 1 else None
+        draws = Draws(self.model, self.sampler, [self.generator], len(logits), tokens + WARM)
+        draws.draw(logits)
+        replay = self._captured(draws) if tokens > 1 else None
         ended, read, written = set[int](), 0, 1
         while True:
-            if not bool(self.finite.all()):
-                raise not_finite(self.finite)
-            for row in drawn[read:written].tolist():
+            draws.check()
+            for row in draws.tokens[read:written].tolist():
                 yield row
                 ended |= {b for b, token in enumerate(row) if token in self.model.config.ends}
                 if len(ended) == len(row):
@@ -97,32 +169,13 @@ class Steps:
             for _ in range(written - read):
                 replay()
 
-    def _draw(self, logits: Tensor, drawn: Tensor) -> None:
-        token, finite = self.sampler.choose(logits, self.generator)
-        self.token.copy_(token.masked_fill(self.ended, self.model.config.ends[0]))
-        self.finite &= finite
-        self.ended |= torch.isin(self.token, self.ends)
-        drawn.index_copy_(0, self.count, self.token[None])
-        self.count += 1
-
-    def _captured(self, drawn: Tensor) -> Callable[[], None]:
-        changed = [*self.lengths, self.token, self.ended, self.finite, self.count]
-        before, state = [x.clone() for x in changed], self.generator.get_state()
-
-        def step() -> None:
-            logits = self.model(self.token[:, None], caches=self.caches, backend=self.backend)[:, -1]
+    def _captured(self, draws: Draws) -> Callable[[], None]:
+        def settle() -> None:
             for cache, lengths in zip(self.caches, self.lengths, strict=True):
                 lengths.copy_(cache.lengths)
             self._settle()
-            self._draw(logits, drawn)
 
-        def undo() -> None:
-            # the keys that were appended are beyond the lengths again
-            for x, old in zip(changed, before, strict=True):
-                x.copy_(old)
-            self.generator.set_state(state)
-
-        return self.capture(step, self.generator, undo)
+        return repeated(self.model, self.caches, draws, self.lengths, settle, self.backend, self.capture)
 
     def _settle(self) -> None:
         # an append makes new lengths; a graph needs them where it reads them
@@ -130,7 +183,81 @@ class Steps:
             cache.lengths = lengths
 
 
+class PagedSteps:
+    """The same for `rows` places in a running batch, whose sequences are in pages and come and go.
+
+    A place without a sequence writes to a page that no sequence uses.
+    layers: pages of each layer, one of which this takes. columns: the most pages of a sequence. generators: one for
+    each place.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        layers: Sequence[PagedKVCache],
+        columns: int,
+        sampler: Sampler,
+        generators: Sequence[torch.Generator],
+        backend: str | None = None,
+        capture: Capture = captured,
+    ) -> None:
+        self.model, self.layers, self.rows = model, layers, len(generators)
+        spare = [x.add() for x in layers]
+        for x, one in zip(layers, spare, strict=True):
+            x.reserve([one], np.array([0, 1]))
+        self.spare = int(layers[0].view(spare[:1]).block_table[0, 0])
+        # tokens beyond a sequence's pages go to the spare one
+        self.table = torch.full((self.rows, columns + 1), self.spare, dtype=torch.int32, device=model.device)
+        self.lengths = torch.zeros(self.rows, dtype=torch.int32, device=model.device)
+        self.draws = Draws(model, sampler, generators, self.rows, AHEAD)
+        stores = [PagedStep(x, self.table, self.lengths) for x in layers]
+
+        def settle() -> None:
+            self.lengths += 1
+
+        self.replay = repeated(model, stores, self.draws, [self.lengths], settle, backend, capture)
+
+    def run(
+        self, places: Sequence[int], sequences: Sequence[int], last: Sequence[int], counts: Sequence[int]
+    ) -> list[list[int]]:
+        """The next counts[r] <= AHEAD tokens of each sequence r, all but the last of which are then in its pages, too.
+
+        places: in the running batch. last: the token of each sequence that was drawn last and not read. Raises
+        FloatingPointError as `Sampler.draw`, and as `PagedKVCache.append` for too few pages.
+        """
+        pool = self.layers[0]
+        table, lengths = np.full(self.table.shape, self.spare, np.int32), np.zeros(self.rows, np.int32)
+        token, idle = np.zeros(self.rows, np.int64), np.ones(self.rows, bool)
+        lengths[list(places)] = [pool.length(one) for one in sequences]
+        token[list(places)], idle[list(places)] = last, False
+        for x in self.layers:
+            x.reserve(sequences, np.concatenate([[0], np.cumsum(counts)]))
+        pages = pool.view(sequences).block_table.numpy()
+        for place, row in zip(places, pages, strict=True):
+            table[place, : len(row)] = np.where(row < 0, self.spare, row)
+        draws = self.draws
+        for array, new in ((self.table, table), (self.lengths, lengths), (draws.token, token), (draws.ended, idle)):
+            array.copy_(torch.from_numpy(new))
+        draws.count.zero_()
+        draws.finite.fill_(True)
+        for _ in range(max(counts)):
+            self.replay()
+        draws.check()
+        drawn = draws.tokens[: max(counts), list(places)].T.tolist()
+        return [tokens[:n] for tokens, n in zip(drawn, counts, strict=True)]
+
+
 def of_static_shapes(model: Decoder, caches: list[KVCache] | StackCache) -> list[KVCache] | None:
-    """The caches if steps of the model can be replayed: on a GPU, without states of layers and without experts."""
-    experts = any(isinstance(module, Experts) for module in model.modules())
-    return None if model.device.type != "cuda" or isinstance(caches, StackCache) or experts else caches
+    """The caches if steps of the model can be replayed: on a GPU, without states of layers, indexers and experts."""
+    if isinstance(caches, StackCache) or any(isinstance(cache, IndexedLatentKVCache) for cache in caches):
+        return None
+    return caches if _static(model) else None
+
+
+def of_static_pages(model: Decoder, layers: Sequence[PagedKVCache]) -> bool:
+    """The same for pages, which must not be of latent rows."""
+    return _static(model) and not any(isinstance(layer, PagedLatentKVCache) for layer in layers)
+
+
+def _static(model: Decoder) -> bool:
+    return model.device.type == "cuda" and not any(isinstance(module, Experts) for module in model.modules())

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .fields import OPTIONS, check_fields
+
+if TYPE_CHECKING:
+    Generators = torch.Generator | Sequence[torch.Generator] | None
 
 
 @dataclass(frozen=True)
@@ -35,10 +40,10 @@ class Sampler:
             raise not_finite(finite)
         return drawn
 
-    def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    def choose(self, logits: Tensor, generator: Generators = None) -> tuple[Tensor, Tensor]:
         """logits [B, vocab] -> int64 [B] as `draw`, and bool [B], whether the row can be drawn from.
 
-        On a GPU this waits for nothing.
+        generator: one for all rows, or one for each, whose row then draws as alone. On a GPU this waits for nothing.
         """
         largest = logits.amax(-1, keepdim=True)
         finite = largest.isfinite()[:, 0]
@@ -59,8 +64,10 @@ class Sampler:
         return _multinomial(logits.softmax(-1), generator), finite
 
 
-def _multinomial(p: Tensor, generator: torch.Generator | None) -> Tensor:
+def _multinomial(p: Tensor, generator: Generators) -> Tensor:
     """p [B, vocab] -> int64 [B]. On a GPU by the race of exponentials that torch.multinomial runs after its checks."""
+    if isinstance(generator, Sequence):
+        return torch.cat([_multinomial(row, one) for row, one in zip(p.split(1), generator, strict=True)])
     if p.is_cpu:
         return torch.multinomial(p, 1, generator=generator)[:, 0]
     return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1)

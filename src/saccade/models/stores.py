@@ -1,0 +1,123 @@
+"""What a stack stores its keys in, and how its attention uses it.
+
+Attention goes through `saccade.attention` (whole sequences), `saccade.decode` (new tokens against a cache) or
+`saccade.paged_attention` (new tokens of many sequences against pages).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .. import api
+from ..caches.contiguous import KVCache
+from ..caches.paged import PagedKVCache
+from ..caches.ragged import paged_attention
+from ..distributed.context import ContextParallel, Where
+from ..distributed.sharded_cache import ShardedKVCache
+from ..distributed.sharded_cache import decode as decode_over_ranks
+
+if TYPE_CHECKING:
+    from ..mask import Mask
+
+
+class PagedTokens(NamedTuple):
+    """A layer's pages, and the sequences of a batch of one row: tokens cu[r] to cu[r + 1] are of sequences[r].
+
+    Tokens from cu[-1] on are padding. deterministic: as in `paged_attention`.
+    """
+
+    pages: PagedKVCache
+    sequences: list[int]
+    cu: np.ndarray
+    deterministic: bool | str = True
+
+    def positions(self, T: int) -> Tensor:
+        """int64 [1, T]: the positions of the tokens, 0 for padding."""
+        positions = torch.from_numpy(self.pages.positions_of(self.sequences, self.cu))
+        return functional.pad(positions, (0, T - len(positions)))[None]
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """Store keys and values [1, T, ...], without padding."""
+        n = int(self.cu[-1])
+        self.pages.append(self.sequences, k[0, :n], v[0, :n], self.cu)
+
+    def attend(self, q: Tensor, **options: Any) -> Tensor:
+        """q [1, T, Hq, D] -> [1, T, Hq, Dv], zero for padding; options: of `paged_attention`."""
+        n, view = int(self.cu[-1]), self.pages.view(self.sequences)
+        o = paged_attention(q[0, :n], view, self.cu, deterministic=self.deterministic, **options)
+        return functional.pad(o, (0, 0, 0, 0, 0, q.shape[1] - n))[None]
+
+
+class PagedStep(NamedTuple):
+    """A layer's pages, and one new token of each of B sequences, whose places only the device knows.
+
+    table: int32 [B, n] and lengths: int32 [B], without the new token, as in `PagedKeys`. Tokens beyond the table
+    overwrite each other in its last column.
+    """
+
+    pages: PagedKVCache
+    table: Tensor
+    lengths: Tensor
+
+    def positions(self, T: int) -> Tensor:
+        """int64 [B, 1]: the positions of the tokens."""
+        return self.lengths[:, None].long()
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """Store keys and values [B, 1, ...]."""
+        size = self.pages.page_size
+        column = (self.lengths // size).clamp(max=self.table.shape[1] - 1).long()
+        page = self.table.gather(1, column[:, None])[:, 0].long()
+        self.pages.kind.write_slots(self.pages, k[:, 0], v[:, 0], page, self.lengths.long() % size, None)
+
+    def attend(self, q: Tensor, **options: Any) -> Tensor:
+        """q [B, 1, Hq, D] -> [B, 1, Hq, Dv]; options: of `decode`."""
+        lengths = (self.lengths + 1).clamp(max=self.table.shape[1] * self.pages.page_size)
+        keys = self.pages.view(())._replace(block_table=self.table, lengths=lengths)
+        return api.decode(q, keys, **options)
+
+
+# the caches that a layer of attention can use
+Cached = KVCache | PagedTokens | PagedStep | ShardedKVCache
+
+
+def positions_of(tokens: Tensor, caches: Sequence[Cached] | None, backend: Where = None) -> Tensor:
+    """Positions [T] or [B, T] of new tokens [B, T], counted from 0 or from the cached length."""
+    if isinstance(backend, ContextParallel):
+        return backend.positions.to(tokens.device)
+    steps = torch.arange(tokens.shape[1], device=tokens.device)
+    if not caches:
+        return steps
+    first = caches[0]
+    if isinstance(first, PagedTokens | PagedStep):
+        return first.positions(tokens.shape[1]).to(tokens.device)
+    return first.positions[:, None] + steps
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, cache: Cached | None, backend: Where) -> Tensor:
+    """q [B, T, Hq, D], k, v [B, T, Hk, D] -> [B, T, Hq, D]; with a cache, k and v are first appended to it."""
+    if isinstance(backend, ContextParallel):
+        if cache is not None:
+            # this rank's slice of the tokens, as its layout cuts them
+            if not isinstance(cache, KVCache):
+                raise ValueError(
+                    f"cache is {type(cache).__name__}; expected a KVCache for this rank's slice of the rows"
+                )
+            cache.append(k, v)
+        return backend.attention(q, k, v, mask)
+    if isinstance(cache, ShardedKVCache):
+        cache.append(k, v)
+        return decode_over_ranks(q, cache, mask=mask, backend=backend)
+    if cache is None:
+        return api.attention(q, k, v, mask, backend=backend)
+    if isinstance(cache, PagedTokens | PagedStep):
+        cache.append(k, v)
+        return cache.attend(q, mask=mask, backend=backend)
+    cache.append(k, v)
+    return api.decode(q, cache, mask=mask, backend=backend)
