@@ -94,6 +94,7 @@ def mistakes(out: str) -> list[str]:
     for given, options in (
         ({}, {"context_parallel": 3}),
         ({"batch": 3}, {"context_parallel": 1}),
+        ({}, {"device": "cuda"}),
         ({}, {"context_parallel": 2, "resume": True}),
     ):
         folder = out if "resume" in options else f"{out}-other"
@@ -108,7 +109,12 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
     out = str(tmp_path / "run")
     ranks = world(2)
     ranks.run(alone, out, "attention")
-    parts = ["context_parallel=3 and 2 ranks", "batch=3 rows and 2 groups", "one process (saccade train)"]
+    parts = [
+        "context_parallel=3 and 2 ranks",
+        "batch=3 rows and 2 groups",
+        "device is 'cuda' with ranks",
+        "one process (saccade train)",
+    ]
     for told in ranks.run(mistakes, out):
         for text, part in zip(told, parts, strict=True):
             assert part in text

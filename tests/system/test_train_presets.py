@@ -131,6 +131,7 @@ def test_options_change_single_settings_of_a_preset(data: Path, tmp_path: Path) 
     assert json.loads((tmp_path / "run" / "config.json").read_text())["model_type"] == "gpt2"
     # the same words keep the finished run; the preset alone has other settings
     run(*words, "--again", "keep")
+    assert "data=" in run(*words, "--again", "keep", "--data", tmp_path / "other", status=2).stderr
     assert "vocab" in run("--preset", "gpt2-124m", "--out", tmp_path / "run", "--resume", status=2).stderr
 
 

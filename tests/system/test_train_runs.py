@@ -224,6 +224,7 @@ def test_keep_trains_what_is_missing_and_keeps_what_is_finished(finished: Path, 
     assert json.loads(saccade("train", "--out", fresh, "--again", "keep", "--json").stdout)["kept"]
     other = saccade("train", "--out", fresh, "--again", "keep", "--steps", 5, status=2).stderr
     assert "steps=5 (its own: 4)" in other
+    assert "text=" in saccade("train", "--out", fresh, "--again", "keep", "--text", __file__, status=2).stderr
 
 
 def test_the_end_says_where_the_pictures_are_and_what_opens_them(finished: Path) -> None:

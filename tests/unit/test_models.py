@@ -198,6 +198,9 @@ def test_settings() -> None:
     assert rates.index(max(rates)) in (19, 20)
     assert max(rates) == settings.lr
     assert rates[-1] == pytest.approx(0.1 * settings.lr, rel=0.02)
+    # of a run whose minutes allow few steps, too
+    few = [Settings(minutes=1.0).lr_at(step, 60) for step in range(60)]
+    assert few.index(max(few)) in (11, 12)
     assert Settings().seconds == 120
     for wrong in ({"steps": 3, "minutes": 1.0}, {"steps": 0}, {"lr": float("nan")}):
         with pytest.raises(ValueError):

@@ -87,7 +87,7 @@ def train(
     compile_blocks: Annotated[bool | None, typer.Option("--compile/--no-compile", help="Compile the blocks.")] = None,
     recompute: Annotated[bool | None, typer.Option(help="Recompute blocks in the backward: less memory.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints. (50)")] = None,
-    device: Annotated[str, typer.Option(help="Device of the model: cpu, cuda, cuda:1.")] = "cpu",
+    device: Annotated[str | None, typer.Option(help="Device of the model: cpu, cuda, cuda:1. (cpu)")] = None,
     backend: Annotated[str | None, typer.Option(help="Attention backend; by default chosen by device.")] = None,
     pictures: Annotated[str, typer.Option(help="Format of the pictures: png or svg.")] = "png",
     context_parallel: Annotated[int | None, typer.Option(help="Under torchrun: ranks that share a row. (1)")] = None,
@@ -194,7 +194,7 @@ def settled(again: str, out: Path, settings: dict[str, Any], console: Console, *
         from torch.distributed import is_torchelastic_launched
 
         from saccade.models.progress import read_run
-        from saccade.models.settings import agreed
+        from saccade.models.settings import agreed, located
 
         progress = read_run(out)
     if progress is None:
@@ -207,7 +207,7 @@ def settled(again: str, out: Path, settings: dict[str, Any], console: Console, *
         return Prompt.ask(f"{name}. What shall be done with it?", choices=choices, default=choices[0], console=console)
     if not progress.finished or not (out / "model.safetensors").exists():
         return "resume"
-    agreed(progress.settings, {name: value for name, value in settings.items() if name not in ("text", "data")})
+    agreed(progress.settings, located(settings))
     typer.echo(f"{name}, which is kept. To train from the start: {command('train', out, '--overwrite')}", err=True)
     return "keep"
 

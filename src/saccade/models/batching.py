@@ -119,15 +119,7 @@ def serve(
             taken = _taken(running, chunk, rows)
             begins.free(sum(_wanted(one, len(some), page_size) for one, some in zip(running, taken, strict=True)))
             logits = _read(model, layers, running, taken, rows, backend)
-            for one, some, after in zip(running, taken, logits, strict=True):
-                reading = bool(one.unread)
-                if reading and first is not None:
-                    after = allow(after, first[one.number : one.number + 1])
-                rejected = one.advance(some, after, sampler)
-                for x in layers if rejected else ():
-                    x.crop(one.sequence, len(one.known))
-                if reading:
-                    begins.keep(one.sequence, one.known)
+            _advance(running, taken, logits, sampler, first, begins, layers)
         for one in [one for one in running if one.text.done]:
             begins.keep(one.sequence, one.known)
             running.remove(one)
@@ -140,7 +132,7 @@ def _read(
     model: Decoder,
     layers: Sequence[PagedKVCache],
     running: Sequence[_Running],
-    taken: Sequence[Sequence[int]],
+    taken: Sequence[list[int]],
     rows: int | None,
     backend: str | None,
 ) -> Sequence[Tensor]:
@@ -153,6 +145,27 @@ def _read(
     counts = [len(one.tree.tokens) for one in running]
     at = np.concatenate([np.arange(end - n, end) for n, end in zip(counts, cu[1:], strict=True)])
     return model.logits(hidden[_padded(at, rows)])[: len(at)].split(counts)
+
+
+def _advance(
+    running: Sequence[_Running],
+    taken: Sequence[list[int]],
+    logits: Sequence[Tensor],
+    sampler: Sampler,
+    first: np.ndarray | None,
+    begins: PrefixCache,
+    layers: Sequence[PagedKVCache],
+) -> None:
+    """Draw after the tokens that each prompt has read, and drop rejected drafts from its pages."""
+    for one, some, after in zip(running, taken, logits, strict=True):
+        reading = bool(one.unread)
+        if reading and first is not None:
+            after = allow(after, first[one.number : one.number + 1])
+        rejected = one.advance(some, after, sampler)
+        for x in layers if rejected else ():
+            x.crop(one.sequence, len(one.known))
+        if reading:
+            begins.keep(one.sequence, one.known)
 
 
 def _replay(steps: PagedSteps, running: Sequence[_Running], begins: PrefixCache, page_size: int) -> None:

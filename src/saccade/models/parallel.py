@@ -72,8 +72,9 @@ class ParallelTrainer(Trainer):
         self.main = dist.get_rank() == 0
         super().__init__(out, settings, **options)
 
-    def _device(self, name: str) -> torch.device:
-        # each rank has taken its own
+    def _device(self, name: str | None) -> torch.device:
+        if name is not None:
+            raise ValueError(f"device is {name!r} with ranks; leave it out: each rank takes the GPU of its number")
         return self.device
 
     def _load_text(self, tokenizer: Tokenizer | None, say: Callable[[str], None]) -> Text:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from .fields import SETTINGS, check_fields
@@ -71,7 +72,7 @@ class Settings:
 
     def lr_at(self, step: int, total: int | None) -> float:
         """The learning rate of a step: it rises linearly to `lr`, then falls by half a cosine to `FLOOR` · `lr`."""
-        warmup = self.warmup if self.steps is None else min(self.warmup, max(1, self.steps // 5))
+        warmup = self.warmup if total is None else min(self.warmup, max(1, total // 5))
         if step < warmup or total is None:
             return self.lr * min(1.0, (step + 1) / warmup)
         done = (step - warmup) / max(1, total - warmup)
@@ -89,6 +90,16 @@ class Settings:
             tie_word_embeddings=self.tie,
             initializer_range=self.width**-0.5,
         )
+
+
+def located(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The same settings with absolute paths."""
+    paths: dict[str, Any] = {}
+    if "text" in settings:
+        paths["text"] = tuple(str(Path(path).resolve()) for path in settings["text"])
+    if settings.get("data"):
+        paths["data"] = str(Path(settings["data"]).resolve())
+    return {**settings, **paths}
 
 
 def check_settings(values: Mapping[str, Any], spelled: Callable[[str], str] = str) -> None:

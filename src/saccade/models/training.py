@@ -29,7 +29,7 @@ from .loading import device_of
 from .losses import LOSSES, logged_to
 from .objective import Objective, make_optimizer, set_up
 from .progress import CHECKPOINT, RANKS, Progress, read_progress
-from .settings import Settings, agreed
+from .settings import Settings, agreed, located
 from .speed import Meter
 from .texts import Text, load_text
 from .tokens import FORMAT, TOKENIZER, Tokenizer, load_tokenizer, save_tokenizer
@@ -75,12 +75,13 @@ class Trainer:
         resume: bool = False,
         overwrite: bool = False,
         backend: str | None = None,
-        device: str = "cpu",
+        device: str | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
         """settings: the fields of `Settings` that the caller chose; to resume, they must agree with the run's own.
-        device: of the model, as torch names it; say: called with a few words before each part of the preparation that
-        takes seconds."""
+        device: of the model, as torch names it; None is the CPU, and with ranks the device of each. say: called with a
+        few words before each part of the preparation that takes seconds.
+        """
         self.out, self.backend, self.stopping = Path(out), backend, False
         self.device = self._device(device)
         # the usual time of a step, once MEASURED steps have been timed
@@ -88,10 +89,7 @@ class Trainer:
         say = say if say is not None and self.main else lambda _: None
         progress = self._resumable(resume=resume, overwrite=overwrite)
         self.resumed = progress is not None
-        if "text" in settings:
-            settings = {**settings, "text": tuple(str(Path(path).resolve()) for path in settings["text"])}
-        if settings.get("data"):
-            settings = {**settings, "data": str(Path(settings["data"]).resolve())}
+        settings = located(settings)
         self.settings = Settings(**settings) if progress is None else agreed(progress.settings, settings)
 
         self.text = self._load_text(load_tokenizer(self.out / TOKENIZER) if self.resumed else None, say)
@@ -148,8 +146,8 @@ class Trainer:
     def _load_text(self, tokenizer: Tokenizer | None, say: Callable[[str], None]) -> Text:
         return load_text(self.settings, tokenizer, say)
 
-    def _device(self, name: str) -> torch.device:
-        return device_of(name)
+    def _device(self, name: str | None) -> torch.device:
+        return device_of(name or "cpu")
 
     def _place(self) -> None:
         """Move the model to its device."""
