@@ -23,7 +23,7 @@ mv build/$(LOG) $(LOGS)/$(LOG)
 endef
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help demo dev quick test test-all test-emulated test-metal test-gpu test-gpu-log bench-gpu test-gpus bench-gpus sanitize-gpu system docs check format bench wheel sanitize core tritons resources clean
+.PHONY: help demo dev quick arm64 test test-all test-emulated test-metal test-gpu test-gpu-log bench-gpu test-gpus bench-gpus sanitize-gpu system docs check format bench wheel sanitize core tritons resources clean
 .DELETE_ON_ERROR:
 
 help:
@@ -79,14 +79,19 @@ build/tritons/%: | $(VENV)/.tools
 
 tritons: $(TRITONS) ## the other versions of Triton, in build/tritons
 
+arm64: $(VENV)/.tools ## an arm64 machine in software, in build/arm64, and the core for it
+	$(BIN)/python scripts/arm64.py
+
 # three processes keep two cores busy, because some tests wait; without the newest Triton, the tests that need it are skipped
 test: dev ## a seeded sample of the suite; SEED=1 draws another
 	@test -d $(NEWEST) || $(MAKE) --no-print-directory $(NEWEST) || \
 	  echo "make test: $(NEWEST) is not installed; tests that need it are skipped"
+	@$(MAKE) --no-print-directory arm64 || \
+	  echo "make test: no arm64 machine in software; tests that need it are skipped"
 	$(PYTEST) -m "not slow"
 
 # the suite takes two hours on two cores: slices at one commit prove the same as one run
-test-all: dev tritons ## every case, a log in docs/logs; PART=1/4 runs a slice
+test-all: dev tritons arm64 ## every case, a log in docs/logs; PART=1/4 runs a slice
 	$(call LOGGED,$(BIN)/python,$(PYTEST) --all --timeout 1800 --part $(PART))
 
 # the same for the software devices alone, in which a kernel takes seconds: hours
@@ -161,8 +166,8 @@ resources: dev tritons ## the table of what the Triton kernels use, for each ver
 	for triton in $(TRITONS); do PYTHONPATH=$$triton $(RESOURCES) || exit 1; done
 
 # Debian packages for optional devices: software Vulkan, a browser and what drives it, clang for the Metal emulator
-SYSTEM := clang libvulkan1 mesa-vulkan-drivers chromium
-system: ## Debian packages for optional devices: software Vulkan, a browser, clang
+SYSTEM := clang libvulkan1 mesa-vulkan-drivers chromium g++-aarch64-linux-gnu qemu-user-static
+system: ## Debian packages for optional devices: software Vulkan, a browser, clang, arm64 in software
 	@if ! command -v apt-get >/dev/null || [ "$$(id -u)" != 0 ]; then \
 	  echo "make system: no apt-get or not root; optional devices stay as they are"; exit; fi; \
 	npm=$$(command -v npm >/dev/null || echo nodejs npm); \

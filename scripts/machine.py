@@ -15,7 +15,7 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 
-DRIVERS = runpy.run_path(str(Path(__file__).parent / "drivers.py"))
+DRIVERS, ARM64 = (runpy.run_path(str(Path(__file__).parent / name)) for name in ("drivers.py", "arm64.py"))
 
 
 def have_module(name: str) -> bool:
@@ -38,6 +38,7 @@ WANTED: dict[str, Callable[[], bool]] = {
     "node packages": lambda: (DRIVERS["NODE"] / "node_modules").exists() and have_program("node"),
     "browser": lambda: have_program("chromium", "chromium-browser", "google-chrome", "firefox"),
     "clang": lambda: have_program("clang"),
+    "arm64 in software": lambda: ARM64["there"](),
     "mlx": lambda: have_module("mlx"),
 }
 

@@ -7,6 +7,13 @@
 #include <optional>
 #include <stdexcept>
 
+#if defined(__APPLE__)
+#include <sys/sysctl.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 #include "pool.hpp"
 #include "workspace.hpp"
 
@@ -19,21 +26,54 @@ const Kernels* kernels_avx512();
 const Kernels* kernels_avx512bf16();
 #else
 const Kernels* kernels_neon();
+const Kernels* kernels_neonbf16();
 #endif
 
 namespace {
+
+#if defined(__x86_64__)
+#if defined(__clang__)
+// clang knows the names of levels from 18 on; chips with these instructions have the other ones of a level
+bool runs_v3() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("fma");
+}
+bool runs_v4() {
+  return runs_v3() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl");
+}
+#else
+bool runs_v3() { return __builtin_cpu_supports("x86-64-v3"); }
+bool runs_v4() { return __builtin_cpu_supports("x86-64-v4"); }
+#endif
+#endif
+#if defined(SACCADE_HAVE_NEONBF16)
+// whether this chip multiplies pairs of bfloat16
+bool multiplies_pairs() {
+#if defined(__APPLE__)
+  int there = 0;
+  size_t size = sizeof there;
+  return !sysctlbyname("hw.optional.arm.FEAT_BF16", &there, &size, nullptr, 0) && there;
+#else
+  return getauxval(AT_HWCAP2) & HWCAP2_BF16;
+#endif
+}
+#endif
 
 std::vector<const Kernels*> runnable() {
   std::vector<const Kernels*> all;
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("x86-64-v4")) {
+  if (runs_v4()) {
     if (__builtin_cpu_supports("avx512bf16")) all.push_back(kernels_avx512bf16());
     all.push_back(kernels_avx512());
   }
-  if (__builtin_cpu_supports("x86-64-v3")) all.push_back(kernels_v3());
+  if (runs_v3()) all.push_back(kernels_v3());
   all.push_back(kernels_base());
 #else
+#if defined(SACCADE_HAVE_NEONBF16)
+  if (multiplies_pairs()) all.push_back(kernels_neonbf16());
+#endif
   all.push_back(kernels_neon());
 #endif
   return all;

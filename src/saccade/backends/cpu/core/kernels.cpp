@@ -15,7 +15,7 @@ bool is_f64(const Call& c) { return c.q.dtype == DType::f64; }
 
 // bf16 products need plain scores (the softmax then has only one multiplication left) and the instruction
 bool use_pairs([[maybe_unused]] const Call& c) {
-#if defined(__AVX512BF16__)
+#if defined(SACCADE_PAIRS)
   return c.q.dtype == DType::bf16 && c.k.dtype == DType::bf16 && c.v.dtype == DType::bf16 && c.plain() && c.scale > 0;
 #else
   return false;
@@ -25,7 +25,7 @@ bool use_pairs([[maybe_unused]] const Call& c) {
 template <class F>
 auto by_kind(const Call& c, F f, [[maybe_unused]] bool may_pair = true) {
   if (is_f64(c)) return f(static_cast<Plain<double>*>(nullptr));
-#if defined(__AVX512BF16__)
+#if defined(SACCADE_PAIRS)
   if (may_pair && use_pairs(c)) return f(static_cast<Pairs*>(nullptr));
 #endif
   return f(static_cast<Plain<float>*>(nullptr));
@@ -123,7 +123,7 @@ void probe_product(int64_t rounds, char* scratch) {
   }
 }
 void probe(int dtype, int64_t rounds, char* scratch) {
-#if defined(__AVX512BF16__)
+#if defined(SACCADE_PAIRS)
   if (dtype == static_cast<int>(DType::bf16)) return probe_product<Pairs>(rounds, scratch);
 #endif
   if (dtype == static_cast<int>(DType::f64)) return probe_product<Plain<double>>(rounds, scratch);
@@ -131,7 +131,7 @@ void probe(int dtype, int64_t rounds, char* scratch) {
 }
 int64_t probe_flops([[maybe_unused]] int dtype) {
   int64_t pairs = 1;
-#if defined(__AVX512BF16__)
+#if defined(SACCADE_PAIRS)
   pairs = dtype == static_cast<int>(DType::bf16) ? 2 : 1;
 #endif
   return 2 * pairs * PROBE * PROBE * TILE_Q;

@@ -1,10 +1,7 @@
 // The one matrix product: C[r][w] (+)= sum_k B(r, k) * A[k][w]. Vectors lie along w; B is read as broadcast scalars.
 // All products of attention, forward and backward, have this shape when queries (or head dimensions) lie along w.
 #pragma once
-#include <cstddef>
-#include <utility>
-
-#include "vec.hpp"
+#include "pairs.hpp"
 
 namespace saccade::SACCADE_ISA {
 
@@ -19,23 +16,7 @@ struct Plain {
   SACCADE_INLINE vec<T> load_a(const T* p) { return load(p); }
 };
 
-#if defined(__AVX512BF16__)
-struct Pairs {
-  using num = uint32_t;
-  using left = uint32_t;
-  using sum = float;
-  SACCADE_INLINE vec<float> load_a(const uint32_t* p) { return load(reinterpret_cast<const float*>(p)); }
-  SACCADE_INLINE vec<float> mul_add(vec<float> a, vec<float> b, vec<float> c) {
-    return reinterpret_cast<vec<float>>(
-        _mm512_dpbf16_ps(reinterpret_cast<__m512>(c), reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b)));
-  }
-  SACCADE_INLINE vec<float> mul_add(vec<float> a, const uint32_t* b, vec<float> c) {
-    return mul_add(a, reinterpret_cast<vec<float>>(_mm512_set1_epi32(static_cast<int>(*b))), c);
-  }
-};
-#endif
-
-#if SACCADE_BYTES == 64
+#if SACCADE_REGISTERS == 32
 constexpr int MAX_NV = 4;
 template <int NV>
 constexpr int MAX_R = NV == 1   ? 16
@@ -155,7 +136,7 @@ static void mm_rows(int64_t rows, int64_t width, int64_t n, const typename K::le
       w -= MAX_NV, A += MAX_NV * N, C += MAX_NV * N;
     } else {
       if (w == 1) mm_columns<K, 1>(rows, n, A, lda, B, b_row, b_step, C, ldc, add, side);
-#if SACCADE_BYTES == 64
+#if SACCADE_REGISTERS == 32
       if (w == 2) mm_columns<K, 2>(rows, n, A, lda, B, b_row, b_step, C, ldc, add, side);
       if (w == 3) mm_columns<K, 3>(rows, n, A, lda, B, b_row, b_step, C, ldc, add, side);
 #endif

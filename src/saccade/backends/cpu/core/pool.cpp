@@ -116,6 +116,22 @@ class PlainNumbers {
  private:
   static constexpr unsigned PLAIN = 0x1f80, FLAGS = 0x3f;
   const unsigned outer_ = _mm_getcsr();
+#elif defined(__aarch64__)
+  PlainNumbers() { set(0); }
+  ~PlainNumbers() { set(outer_); }
+
+ private:
+  static uint64_t get() {
+    uint64_t mode;
+    asm volatile("mrs %0, fpcr" : "=r"(mode));
+    return mode;
+  }
+  void set(uint64_t mode) const {
+    if (outer_) asm volatile("msr fpcr, %0" : : "r"(mode));
+  }
+  const uint64_t outer_ = get();
+#else
+  PlainNumbers() {}
 #endif
 };
 

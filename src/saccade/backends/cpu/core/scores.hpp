@@ -146,7 +146,7 @@ struct Scorer : QueryRows {
       for (int64_t w = 0; w < width; w += lanes<T>) {
         T* p = S + r * width + w;
         const ivec<T> t = TileMask<T>::at(lanes_mask->t, static_cast<int>(w));
-        store(p, (t >= low) & (t < high) ? load(p) : splat(Low<T>::masked));
+        store(p, ((t >= low) & (t < high)) ? load(p) : splat(Low<T>::masked));
       }
     }
   }

@@ -143,7 +143,7 @@ struct Tangent {
       if (it.open) {
         for (int64_t i = w; i < n * width; i += width) r += load(P + i) * (load(dS + i) - m);
         const vec<T> half = load(it.half + w);
-        const vec<T> shift = (before < half) & (weight != T(0)) ? -r / weight : vec<T>{};
+        const vec<T> shift = ((before < half) & (weight != T(0))) ? -r / weight : vec<T>{};
         m -= shift, r = shift * before;
         store(it.m + w, m), store(transposed + w, shift);
         moves |= any(shift != T(0)), open |= any(weight < half);

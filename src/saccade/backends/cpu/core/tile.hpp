@@ -105,6 +105,12 @@ static bool load_rows(const Span& x, T* out, int64_t ld, bool check) {
   return finite.all();
 }
 
+// the lanes of two vectors in turn, from the first one or from lane FROM on
+template <int N, int FROM>
+struct Woven {
+  static constexpr int of(int l) { return FROM + l / 2 + (l % 2) * N; }
+};
+
 // one N x N block: log2 N rounds of interleaving row i with row i + N/2
 template <class T>
 SACCADE_INLINE void transpose_block(const T* in, int64_t ld_in, T* out, int64_t ld_out) {
@@ -114,15 +120,10 @@ SACCADE_INLINE void transpose_block(const T* in, int64_t ld_in, T* out, int64_t 
   for (int i = 0; i < N; ++i) a[i] = load(in + i * ld_in);
 #pragma GCC unroll 4
   for (int s = 1; s < N; s *= 2) {
-    ivec<T> low, high;
-    for (int l = 0; l < N; ++l) {
-      low[l] = l / 2 + (l % 2) * N;
-      high[l] = N / 2 + l / 2 + (l % 2) * N;
-    }
 #pragma GCC unroll 8
     for (int i = 0; i < N / 2; ++i) {
-      b[2 * i] = __builtin_shuffle(a[i], a[i + N / 2], low);
-      b[2 * i + 1] = __builtin_shuffle(a[i], a[i + N / 2], high);
+      b[2 * i] = shuffle<T, Woven<N, 0>>(a[i], a[i + N / 2]);
+      b[2 * i + 1] = shuffle<T, Woven<N, N / 2>>(a[i], a[i + N / 2]);
     }
 #pragma GCC unroll 16
     for (int i = 0; i < N; ++i) a[i] = b[i];
@@ -175,16 +176,7 @@ struct Store {
   }
 };
 
-#if defined(__AVX512BF16__)
-// lane i of the result holds (low[i], high[i]) as bf16
-SACCADE_INLINE vec<float> pack_pairs(vec<float> low, vec<float> high) {
-  const __m512bh both = _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(high), reinterpret_cast<__m512>(low));
-  alignas(64) static constexpr uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                     8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  return reinterpret_cast<vec<float>>(
-      _mm512_permutexvar_epi16(_mm512_load_si512(order), reinterpret_cast<__m512i>(both)));
-}
-
+#if defined(SACCADE_PAIRS)
 template <>
 struct Store<Pairs> {
   static constexpr int per = 2;
@@ -201,22 +193,20 @@ struct Store<Pairs> {
     return true;
   }
   static bool load_across(const Span& x, uint32_t* out, int64_t ld) {
-    const __m512i exponent = _mm512_set1_epi16(0x7f80);
-    __mmask32 bad = 0;
+    const ivec<float> low_exponent = isplat<float>(0x7f80), high_exponent = low_exponent << 16;
+    ivec<float> bad = {};
     for (int64_t r = 0; r < x.n; r += 2, out += ld) {
       const uint16_t* low = row(x, r);
       const uint16_t* high = r + 1 < x.n ? row(x, r + 1) : nullptr;
-      for (int64_t d = 0; d < ld; d += 16) {
-        const __mmask16 some = x.width - d >= 16 ? 0xffff : static_cast<__mmask16>((1 << max64(x.width - d, 0)) - 1);
-        const __m512i a = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, low + d));
-        const __m512i b =
-            high ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, high + d)) : _mm512_setzero_si512();
-        const __m512i both = _mm512_or_si512(a, _mm512_slli_epi32(b, 16));
-        bad |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(both, exponent), exponent);
-        _mm512_storeu_si512(out + d, both);
+      for (int64_t d = 0; d < ld; d += lanes<float>) {
+        const int64_t left = x.width - d;
+        const ivec<float> second = high ? load_words(high + d, left) << 16 : ivec<float>{};
+        const ivec<float> both = load_words(low + d, left) | second;
+        bad |= ((both & low_exponent) == low_exponent) | ((both & high_exponent) == high_exponent);
+        store(reinterpret_cast<float*>(out + d), reinterpret_cast<vec<float>>(both));
       }
     }
-    return !bad;
+    return !any(bad);
   }
   // bf16 keeps its input unchanged: the factor of the scores is applied elsewhere
   static void turn(const float* rows, int64_t ld, int64_t padded, int64_t width, double, float* scratch,
@@ -236,12 +226,11 @@ struct Store<Pairs> {
         store(reinterpret_cast<float*>(out + r / 2 * ld + w), pack_pairs(load(rows + r * ld + w), high));
       }
   }
-  // pairs of neighbours among n numbers, in steps of 32; out may be the same memory
+  // pairs of neighbours among n numbers, in steps of two vectors; out may be the same memory
   static void pair_lanes(const float* rows, int64_t n, uint32_t* out) {
-    for (int64_t i = 0; i < n; i += 32)
-      _mm512_storeu_si512(out + i / 2,
-                          reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(load(rows + i + 16)),
-                                                                        reinterpret_cast<__m512>(load(rows + i)))));
+    constexpr int N = lanes<float>;
+    for (int64_t i = 0; i < n; i += 2 * N)
+      store(reinterpret_cast<float*>(out + i / 2), pair_neighbours(load(rows + i), load(rows + i + N)));
   }
   static float across(const uint32_t* tile, int64_t ld, int64_t r, int64_t d) {
     return from_bf16(static_cast<uint16_t>(tile[r / 2 * ld + d] >> (r % 2 * 16)));

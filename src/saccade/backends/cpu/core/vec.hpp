@@ -1,9 +1,14 @@
 // Vectors of the widest register, exp2, tanh and conversions. Everything is in the namespace of its instruction set, so
 // that no function compiled for one machine can be linked into another's path.
 #pragma once
+#include <cstddef>
+#include <utility>
+
 #include "types.hpp"
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -12,6 +17,12 @@
 #define SACCADE_BYTES 32
 #else
 #define SACCADE_BYTES 16
+#endif
+// vector registers
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define SACCADE_REGISTERS 32
+#else
+#define SACCADE_REGISTERS 16
 #endif
 #define SACCADE_INLINE static inline __attribute__((always_inline))
 
@@ -76,15 +87,28 @@ SACCADE_INLINE T larger(T a, T b) {
   return a > b ? a : b;
 }
 
+// lane l of the result is lane At::of(l) of a and b together
+template <class T, class At>
+SACCADE_INLINE vec<T> shuffle(vec<T> a, vec<T> b) {
+  return [&]<size_t... l>(std::index_sequence<l...>) __attribute__((always_inline)) {
+    return __builtin_shufflevector(a, b, At::of(static_cast<int>(l))...);
+  }(std::make_index_sequence<lanes<T>>());
+}
+template <int N>
+struct Across {
+  static constexpr int of(int l) { return l ^ N; }
+};
+// the even lanes, or the odd ones for FIRST = 1
+template <int FIRST>
+struct EverySecond {
+  static constexpr int of(int l) { return 2 * l + FIRST; }
+};
+
 // the sum of a vector's lanes
-template <class T>
+template <class T, int N = lanes<T> / 2>
 SACCADE_INLINE T add_lanes(vec<T> x) {
-  ivec<T> swap;
-#pragma GCC unroll 4
-  for (int n = lanes<T> / 2; n; n /= 2) {
-    for (int l = 0; l < lanes<T>; ++l) swap[l] = l ^ n;
-    x += __builtin_shuffle(x, swap);
-  }
+  x += shuffle<T, Across<N>>(x, x);
+  if constexpr (N > 1) return add_lanes<T, N / 2>(x);
   return x[0];
 }
 
@@ -94,16 +118,19 @@ struct Low {
   static constexpr T masked = -static_cast<T>(__builtin_inf()),
                      start = sizeof(T) == 4 ? T(-__FLT_MAX__) : T(-__DBL_MAX__);
 };
-SACCADE_INLINE bool any(ivec<float> m) {
+template <class M>
+SACCADE_INLINE bool any(M lanes_of_bits) {
+  const ivec<float> m = reinterpret_cast<ivec<float>>(lanes_of_bits);
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(m), reinterpret_cast<__m512i>(m)) != 0;
+#elif defined(__aarch64__)
+  return vmaxvq_u32(reinterpret_cast<uint32x4_t>(m)) != 0;
 #else
   int32_t r = 0;
   for (int l = 0; l < lanes<float>; ++l) r |= m[l];
   return r != 0;
 #endif
 }
-SACCADE_INLINE bool any(ivec<double> m) { return any(reinterpret_cast<ivec<float>>(m)); }
 
 // 2^f - 1 for |f| <= 1/2
 SACCADE_INLINE vec<float> exp2m1_poly(vec<float> f) {
@@ -289,6 +316,11 @@ constexpr bool HALVES = true;
 SACCADE_INLINE vec<float> widen_f16(const uint16_t* p) {
   return reinterpret_cast<vec<float>>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
+#elif defined(__aarch64__)
+constexpr bool HALVES = true;
+SACCADE_INLINE vec<float> widen_f16(const uint16_t* p) {
+  return reinterpret_cast<vec<float>>(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))));
+}
 #else
 constexpr bool HALVES = false;
 SACCADE_INLINE vec<float> widen_f16(const uint16_t*) { return vec<float>{}; }
@@ -348,14 +380,11 @@ SACCADE_INLINE void write_row(const Array& a, int64_t at, int64_t n, const T* in
 // FROM vectors to one: each fills part of the lanes, in order, with sums of neighbouring lanes; log2 FROM rounds
 template <class T, int FROM>
 SACCADE_INLINE vec<T> fold_lanes(vec<T>* a) {
-  constexpr int N = lanes<T>;
-  ivec<T> even, odd;
-  for (int l = 0; l < N; ++l) even[l] = 2 * l, odd[l] = 2 * l + 1;
 #pragma GCC unroll 4
   for (int n = FROM; n > 1; n /= 2)
 #pragma GCC unroll 8
     for (int i = 0; i < n / 2; ++i)
-      a[i] = __builtin_shuffle(a[2 * i], a[2 * i + 1], even) + __builtin_shuffle(a[2 * i], a[2 * i + 1], odd);
+      a[i] = shuffle<T, EverySecond<0>>(a[2 * i], a[2 * i + 1]) + shuffle<T, EverySecond<1>>(a[2 * i], a[2 * i + 1]);
   return a[0];
 }
 
