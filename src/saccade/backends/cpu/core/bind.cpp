@@ -9,13 +9,12 @@
 
 #include <memory>
 #include <optional>
-#if !defined(_WIN32)
-#include <pthread.h>
-#endif
 
 #include "dispatch.hpp"
 #include "exchange.hpp"
 #include "pool.hpp"
+#include "sets.hpp"
+#include "system.hpp"
 
 namespace nb = nanobind;
 using namespace saccade;
@@ -321,9 +320,7 @@ void append(const In& in, const Any& out, std::optional<Any> scale, int code, in
 NB_MODULE(_core, m) {
   handle_forks();
   main_thread = nb::cast<unsigned long>(nb::module_::import_("threading").attr("main_thread")().attr("ident"));
-#if !defined(_WIN32)
-  pthread_atfork(nullptr, nullptr, [] { main_thread = PyThread_get_thread_ident(); });
-#endif
+  at_forks(nullptr, [] { main_thread = PyThread_get_thread_ident(); });
   // torch's operator tables keep our callers, and with them planned calls, until the process exits
   nb::set_leak_warnings(false);
   nb::class_<PlanPart>(m, "Part").def("__init__", [](PlanPart* self, nb::handle source) {
@@ -369,7 +366,7 @@ NB_MODULE(_core, m) {
   bind_diagonal(m);
   bind_ffi(m);
   m.def("isas", &available_isas);
-  m.def("isa", [] { return isa(); });
+  m.def("isa", [] { return std::string(current_set().name); });
   m.def("set_isa", &set_isa);
   nb::class_<Direct>(m, "Direct")
       .def(nb::init<nb::handle, nb::list, const Options&, int64_t>())

@@ -6,8 +6,6 @@
 namespace saccade {
 namespace SACCADE_ISA {
 
-#define SACCADE_TEXT_(x) #x
-#define SACCADE_TEXT(x) SACCADE_TEXT_(x)
 #define SACCADE_JOIN_(a, b) a##b
 #define SACCADE_JOIN(a, b) SACCADE_JOIN_(a, b)
 
@@ -24,7 +22,6 @@ bool is_f64(const Convolution& c) { return c.x.dtype == DType::f64; }
    }}
 
 constexpr DiagonalKernels table = {
-    SACCADE_TEXT(SACCADE_ISA),
     SACCADE_BOTH(Scan, SelectiveScan, tasks, scratch_bytes, task),
     SACCADE_BOTH(Scan, ScanBackward, tasks, scratch_bytes, task),
     [](const Scan& c) { return is_f64(c) ? SelectiveScan<double>::blocks(c) : SelectiveScan<float>::blocks(c); },

@@ -2,33 +2,15 @@
 #include <algorithm>
 #include <optional>
 
-#include "diagonal_types.hpp"
-#include "dispatch.hpp"
 #include "pool.hpp"
+#include "sets.hpp"
 #include "workspace.hpp"
 
 namespace saccade {
 
-#if defined(__x86_64__)
-const DiagonalKernels* diagonal_base();
-const DiagonalKernels* diagonal_v3();
-const DiagonalKernels* diagonal_avx512();
-const DiagonalKernels* diagonal_avx512bf16();
-#else
-const DiagonalKernels* diagonal_neon();
-#endif
-
 namespace {
 
-const DiagonalKernels& kernels() {
-#if defined(__x86_64__)
-  for (const DiagonalKernels* k : {diagonal_base(), diagonal_v3(), diagonal_avx512()})
-    if (isa() == k->name) return *k;
-  return *diagonal_avx512bf16();
-#else
-  return *diagonal_neon();
-#endif
-}
+const DiagonalKernels& kernels() { return *current_set().diagonal; }
 
 // below some microseconds of work a second thread costs more than it saves
 int worth(int64_t steps, int threads) { return steps < 30000 ? 1 : threads; }

@@ -84,7 +84,6 @@ struct Tasks {
   void (*run)(const Call&, int64_t task, char* scratch);
 };
 struct DiagonalKernels {
-  const char* name;
   Tasks<Scan> scan, scan_backward;
   int64_t (*scan_blocks)(const Scan&);  // blocks of a group's channels
   void (*scan_fold)(const Scan&, int64_t token);

@@ -2,122 +2,15 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdlib>
-#include <cstring>
 #include <optional>
-#include <stdexcept>
-
-#if defined(__APPLE__)
-#include <sys/sysctl.h>
-#elif defined(__aarch64__) && defined(__linux__)
-#include <asm/hwcap.h>
-#include <sys/auxv.h>
-#endif
 
 #include "pool.hpp"
+#include "sets.hpp"
 #include "workspace.hpp"
 
 namespace saccade {
 
-#if defined(__x86_64__)
-const Kernels* kernels_base();
-const Kernels* kernels_v3();
-const Kernels* kernels_avx512();
-const Kernels* kernels_avx512bf16();
-#else
-const Kernels* kernels_neon();
-const Kernels* kernels_neonbf16();
-#endif
-
 namespace {
-
-#if defined(__x86_64__)
-#if defined(__clang__)
-// clang knows the names of levels from 18 on; chips with these instructions have the other ones of a level
-bool runs_v3() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("fma");
-}
-bool runs_v4() {
-  return runs_v3() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vl");
-}
-#else
-bool runs_v3() { return __builtin_cpu_supports("x86-64-v3"); }
-bool runs_v4() { return __builtin_cpu_supports("x86-64-v4"); }
-#endif
-#endif
-#if defined(SACCADE_HAVE_NEONBF16)
-// whether this chip multiplies pairs of bfloat16
-bool multiplies_pairs() {
-#if defined(__APPLE__)
-  int there = 0;
-  size_t size = sizeof there;
-  return !sysctlbyname("hw.optional.arm.FEAT_BF16", &there, &size, nullptr, 0) && there;
-#else
-  return getauxval(AT_HWCAP2) & HWCAP2_BF16;
-#endif
-}
-#endif
-
-std::vector<const Kernels*> runnable() {
-  std::vector<const Kernels*> all;
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (runs_v4()) {
-    if (__builtin_cpu_supports("avx512bf16")) all.push_back(kernels_avx512bf16());
-    all.push_back(kernels_avx512());
-  }
-  if (runs_v3()) all.push_back(kernels_v3());
-  all.push_back(kernels_base());
-#else
-#if defined(SACCADE_HAVE_NEONBF16)
-  if (multiplies_pairs()) all.push_back(kernels_neonbf16());
-#endif
-  all.push_back(kernels_neon());
-#endif
-  return all;
-}
-
-const Kernels* pick(const std::string& name) {
-  std::string have;
-  for (const Kernels* k : runnable()) {
-    if (k->name == name) return k;
-    have += std::string(have.empty() ? "" : ", ") + k->name;
-  }
-  throw std::invalid_argument("instruction set '" + name + "' cannot run here; this machine has: " + have);
-}
-
-// The kernels in use. no_pairs: those for calls in bfloat16 on a chip that multiplies pairs of bfloat16 no faster than
-// float32 numbers, which saves the rounding of weights to pairs; null on other chips, and if a set was asked for by name.
-struct Choice {
-  const Kernels* table;
-  const Kernels* no_pairs;
-};
-
-Choice best() {
-  const Kernels* table = runnable().front();
-#if defined(__x86_64__)
-  if (table == kernels_avx512bf16() && __builtin_cpu_is("intel")) return {table, kernels_avx512()};
-#endif
-  return {table, nullptr};
-}
-
-Choice& current() {
-  static Choice choice = [] {
-    const char* forced = std::getenv("SACCADE_ISA");
-    return forced && *forced ? Choice{pick(forced), nullptr} : best();
-  }();
-  return choice;
-}
-
-// Few rows read more than they compute, and pairs save widening the keys; results that ignore the batch have one way.
-constexpr int64_t FEW_ROWS = 4;
-const Kernels& kernels_of(const Call& c, int64_t rows = FEW_ROWS + 1) {
-  const Choice& choice = current();
-  const bool pairs = c.q.dtype != DType::bf16 || (rows <= FEW_ROWS && !c.range);
-  return pairs || !choice.no_pairs ? *choice.table : *choice.no_pairs;
-}
 
 // Below some microseconds of work a second thread costs more than it saves. A head costs at least as much as this many
 // products, however short it is.
@@ -141,17 +34,6 @@ std::optional<Workspace> lse_nobody_wants(Call& c) {
 
 }  // namespace
 
-std::vector<std::string> available_isas() {
-  std::vector<std::string> names;
-  for (const Kernels* k : runnable()) names.push_back(k->name);
-  return names;
-}
-const std::string& isa() {
-  static thread_local std::string name;
-  return name = current().table->name;
-}
-void set_isa(const std::string& name) { current() = {pick(name), nullptr}; }
-
 void run_forward(Call& c, const std::vector<const Part*>& parts, int threads) {
   const Kernels& k = kernels_of(c);
   const std::optional<Workspace> own_lse = lse_nobody_wants(c);
@@ -167,7 +49,7 @@ void run_forward(Call& c, const std::vector<const Part*>& parts, int threads) {
 
 // partial results of ranges of keys, then their sums; false where some rows of ordered decode need the forward
 static bool decode_ranges(Call& c, const Part& part, int threads) {
-  const Kernels& k = kernels_of(c, c.G * c.Tq);
+  const Kernels& k = decode_kernels_of(c);
   c.part = &part;
   c.threads = threads = worth(c, threads, FORWARD_HEAD);
   c.n_chunks = std::max<int64_t>(1, (c.Tk + c.split_keys - 1) / c.split_keys);
@@ -269,7 +151,7 @@ void run_tangent(Call& c, Call& d, const std::vector<const Part*>& parts, int th
 }
 
 void run_append(const Append& c, int threads) {
-  const Kernels& k = *current().table;
+  const Kernels& k = *current_set().kernels;
   const int64_t bytes = k.append_scratch(c), block = 16;
   parallel((c.tokens + block - 1) / block, threads, [&](int64_t task) {
     for (int64_t i = task * block; i < std::min(c.tokens, (task + 1) * block); ++i) k.append(c, i, scratch(bytes));
@@ -281,13 +163,14 @@ double now() { return std::chrono::duration<double>(std::chrono::steady_clock::n
 }  // namespace
 
 double probe_flops(int dtype, int threads) {
-  const Kernels& k = *current().table;
+  const Set& set = current_set();
+  const Kernels& k = set.pairs && dtype == static_cast<int>(DType::bf16) ? *set.pairs : *set.kernels;
   constexpr int64_t rounds = 2000;
   double best = 0;
   for (int n = 0; n < 5; ++n) {
     const double begin = now();
     parallel(threads, threads, [&](int64_t) { k.probe(dtype, rounds, scratch(1 << 18)); });
-    best = std::max(best, static_cast<double>(threads * rounds * k.probe_flops(dtype)) / (now() - begin));
+    best = std::max(best, static_cast<double>(threads * rounds * k.probe_flops()) / (now() - begin));
   }
   return best;
 }

@@ -1,15 +1,10 @@
-// Chooses the instruction set once, and runs the verbs on the worker threads.
+// Runs the verbs on the worker threads, with the kernels of the instruction set in use.
 #pragma once
-#include <string>
 #include <vector>
 
 #include "types.hpp"
 
 namespace saccade {
-
-std::vector<std::string> available_isas();  // best first
-const std::string& isa();
-void set_isa(const std::string& name);  // throws std::invalid_argument with the available names
 
 void run_forward(Call& c, const std::vector<const Part*>& parts, int threads);
 void run_decode(Call& c, const Part& part, int threads);

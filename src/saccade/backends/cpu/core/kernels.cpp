@@ -13,22 +13,15 @@ namespace SACCADE_ISA {
 
 bool is_f64(const Call& c) { return c.q.dtype == DType::f64; }
 
-// bf16 products need plain scores (the softmax then has only one multiplication left) and the instruction
-bool use_pairs([[maybe_unused]] const Call& c) {
-#if defined(SACCADE_PAIRS)
-  return c.q.dtype == DType::bf16 && c.k.dtype == DType::bf16 && c.v.dtype == DType::bf16 && c.plain() && c.scale > 0;
-#else
-  return false;
-#endif
-}
-
+// calls f with a null pointer of the kind of products; a set with pairs is only compiled for those
 template <class F>
-auto by_kind(const Call& c, F f, [[maybe_unused]] bool may_pair = true) {
-  if (is_f64(c)) return f(static_cast<Plain<double>*>(nullptr));
+auto by_kind([[maybe_unused]] const Call& c, F f) {
 #if defined(SACCADE_PAIRS)
-  if (may_pair && use_pairs(c)) return f(static_cast<Pairs*>(nullptr));
-#endif
+  return f(static_cast<Pairs*>(nullptr));
+#else
+  if (is_f64(c)) return f(static_cast<Plain<double>*>(nullptr));
   return f(static_cast<Plain<float>*>(nullptr));
+#endif
 }
 int64_t forward_tasks(const Call& c) {
   return by_kind(c, [&](auto* k) { return Forward<std::remove_pointer_t<decltype(k)>>::tasks(c); });
@@ -44,15 +37,10 @@ template <class F>
 auto by_decode(const Call& c, F f) {
   if (c.range)
     return by_kind(c, [&](auto* k) { return f(static_cast<Ordered<std::remove_pointer_t<decltype(k)>>*>(nullptr)); });
-  // whether pairs of keys can be read in place, by whole vectors
-  const bool may_pair = c.D % 32 == 0 && c.Dv % 16 == 0;
-  return by_kind(
-      c,
-      [&](auto* k) {
-        using K = std::remove_pointer_t<decltype(k)>;
-        return WideDecode<K>::suits(c) ? f(static_cast<WideDecode<K>*>(nullptr)) : f(static_cast<Decode<K>*>(nullptr));
-      },
-      may_pair);
+  return by_kind(c, [&](auto* k) {
+    using K = std::remove_pointer_t<decltype(k)>;
+    return WideDecode<K>::suits(c) ? f(static_cast<WideDecode<K>*>(nullptr)) : f(static_cast<Decode<K>*>(nullptr));
+  });
 }
 int64_t decode_tasks(const Call& c) {
   return by_decode(c, [&](auto* k) { return std::remove_pointer_t<decltype(k)>::tasks(c); });
@@ -93,12 +81,16 @@ int64_t tangent_scratch(const Call& c) {
 void tangent(const Call& c, int64_t task, char* scratch) {
   by_kind(c, [&](auto* k) { Tangent<std::remove_pointer_t<decltype(k)>>::task(c, task, scratch); });
 }
+#if defined(SACCADE_PAIRS)
+constexpr auto append_scratch = nullptr, append = nullptr;
+#else
 int64_t append_scratch(const Append& c) {
   return c.in.dtype == DType::f64 ? Appender<double>::scratch_bytes(c) : Appender<float>::scratch_bytes(c);
 }
 void append(const Append& c, int64_t token, char* scratch) {
   c.in.dtype == DType::f64 ? Appender<double>::token(c, token, scratch) : Appender<float>::token(c, token, scratch);
 }
+#endif
 void row(const Call& c, int64_t at) {
   by_kind(c, [&](auto* k) { Backward<std::remove_pointer_t<decltype(k)>>::row(c, at); });
 }
@@ -122,32 +114,30 @@ void probe_product(int64_t rounds, char* scratch) {
     asm volatile("" ::: "memory");
   }
 }
-void probe(int dtype, int64_t rounds, char* scratch) {
+void probe([[maybe_unused]] int dtype, int64_t rounds, char* scratch) {
 #if defined(SACCADE_PAIRS)
-  if (dtype == static_cast<int>(DType::bf16)) return probe_product<Pairs>(rounds, scratch);
-#endif
+  probe_product<Pairs>(rounds, scratch);
+#else
   if (dtype == static_cast<int>(DType::f64)) return probe_product<Plain<double>>(rounds, scratch);
   probe_product<Plain<float>>(rounds, scratch);
-}
-int64_t probe_flops([[maybe_unused]] int dtype) {
-  int64_t pairs = 1;
-#if defined(SACCADE_PAIRS)
-  pairs = dtype == static_cast<int>(DType::bf16) ? 2 : 1;
 #endif
-  return 2 * pairs * PROBE * PROBE * TILE_Q;
+}
+int64_t probe_flops() {
+#if defined(SACCADE_PAIRS)
+  return 4 * PROBE * PROBE * TILE_Q;
+#else
+  return 2 * PROBE * PROBE * TILE_Q;
+#endif
 }
 
 }  // namespace SACCADE_ISA
 
-#define SACCADE_TEXT_(x) #x
-#define SACCADE_TEXT(x) SACCADE_TEXT_(x)
 #define SACCADE_JOIN_(a, b) a##b
 #define SACCADE_JOIN(a, b) SACCADE_JOIN_(a, b)
 
 const Kernels* SACCADE_JOIN(kernels_, SACCADE_ISA)() {
   using namespace SACCADE_ISA;
-  static constexpr Kernels table = {SACCADE_TEXT(SACCADE_ISA),
-                                    forward_tasks,
+  static constexpr Kernels table = {forward_tasks,
                                     forward_scratch,
                                     forward,
                                     decode_tasks,

@@ -22,8 +22,8 @@ SACCADE_INLINE vec<float> pair_neighbours(vec<float> first, vec<float> second) {
 SACCADE_INLINE vec<float> pack_pairs(vec<float> low, vec<float> high) {
   alignas(64) static constexpr uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  return reinterpret_cast<vec<float>>(_mm512_permutexvar_epi16(
-      _mm512_load_si512(order), reinterpret_cast<__m512i>(pair_neighbours(low, high))));
+  return reinterpret_cast<vec<float>>(
+      _mm512_permutexvar_epi16(_mm512_load_si512(order), reinterpret_cast<__m512i>(pair_neighbours(low, high))));
 }
 // the first n of a vector's numbers of bfloat16, widened to words; 0 beyond them
 SACCADE_INLINE ivec<float> load_words(const uint16_t* p, int64_t n) {
@@ -32,8 +32,8 @@ SACCADE_INLINE ivec<float> load_words(const uint16_t* p, int64_t n) {
 }
 #else
 SACCADE_INLINE vec<float> dot_pairs(vec<float> a, vec<float> b, vec<float> c) {
-  return reinterpret_cast<vec<float>>(vbfdotq_f32(
-      reinterpret_cast<float32x4_t>(c), reinterpret_cast<bfloat16x8_t>(a), reinterpret_cast<bfloat16x8_t>(b)));
+  return reinterpret_cast<vec<float>>(vbfdotq_f32(reinterpret_cast<float32x4_t>(c), reinterpret_cast<bfloat16x8_t>(a),
+                                                  reinterpret_cast<bfloat16x8_t>(b)));
 }
 SACCADE_INLINE vec<float> pair_neighbours(vec<float> first, vec<float> second) {
   const bfloat16x8_t low = vcvtq_low_bf16_f32(reinterpret_cast<float32x4_t>(first));

@@ -1,23 +1,17 @@
 #include "pool.hpp"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <mutex>
 #include <new>
 #include <thread>
 #include <utility>
 #include <vector>
-#if !defined(_WIN32)
-#include <pthread.h>
-#endif
-#if defined(__x86_64__)
-#include <xmmintrin.h>
-#endif
 
+#include "chip.hpp"
+#include "system.hpp"
 #include "types.hpp"
 
 namespace saccade {
@@ -58,9 +52,7 @@ bool watch(Ready ready, std::chrono::microseconds time = std::chrono::microsecon
   do {
     for (int n = 0; n < 32; ++n) {
       if (ready()) return true;
-#if defined(__x86_64__)
-      __builtin_ia32_pause();
-#endif
+      relax();
     }
     std::this_thread::yield();
   } while (Clock::now() < end);
@@ -70,7 +62,7 @@ bool watch(Ready ready, std::chrono::microseconds time = std::chrono::microsecon
 struct Scratch {
   char* data = nullptr;
   int64_t size = 0;
-  ~Scratch() { std::free(data); }
+  ~Scratch() { free_aligned(data); }
 };
 thread_local Scratch mine;
 
@@ -100,40 +92,6 @@ void look(Turn& own) {
   }
   own.looks = SHORT, own.next = Clock::now() + SLICE;
 }
-
-// Rounding to nearest, with numbers below the normal ones, for as long as it lives. A thread inherits the mode of the
-// thread that starts it, and JAX and torch may flush such numbers to zero: bits would depend on which thread computes.
-class PlainNumbers {
- public:
-#if defined(__x86_64__)
-  PlainNumbers() {
-    if ((outer_ & ~FLAGS) != PLAIN) _mm_setcsr(PLAIN);
-  }
-  ~PlainNumbers() {
-    if ((outer_ & ~FLAGS) != PLAIN) _mm_setcsr(outer_);
-  }
-
- private:
-  static constexpr unsigned PLAIN = 0x1f80, FLAGS = 0x3f;
-  const unsigned outer_ = _mm_getcsr();
-#elif defined(__aarch64__)
-  PlainNumbers() { set(0); }
-  ~PlainNumbers() { set(outer_); }
-
- private:
-  static uint64_t get() {
-    uint64_t mode;
-    asm volatile("mrs %0, fpcr" : "=r"(mode));
-    return mode;
-  }
-  void set(uint64_t mode) const {
-    if (outer_) asm volatile("msr fpcr, %0" : : "r"(mode));
-  }
-  const uint64_t outer_ = get();
-#else
-  PlainNumbers() {}
-#endif
-};
 
 void take_tasks(Job& job) {
   const PlainNumbers mode;
@@ -242,19 +200,6 @@ using Pause = int (*)(int);
 thread_local Team team = nullptr;
 thread_local Pause end_team = nullptr;
 
-// Whether this process was forked and has not called exec since (PF_FORKNOEXEC): its OpenMP runtime may wait for
-// threads that exist only in the parent. Only Linux reports this, and teams are joined only there.
-bool was_forked() {
-  unsigned flags = 0;
-  if (std::FILE* file = std::fopen("/proc/self/stat", "r")) {
-    char text[512] = {};
-    const size_t size = std::fread(text, 1, sizeof(text) - 1, file);
-    std::fclose(file);
-    const char* name_end = size ? std::strrchr(text, ')') : nullptr;
-    if (!name_end || std::sscanf(name_end + 1, " %*c %*d %*d %*d %*d %*d %u", &flags) != 1) flags = 0;
-  }
-  return flags & 0x40;
-}
 bool forked = false;
 
 // never destroyed: workers sleep until the process ends; a forked child creates a pool of its own
@@ -303,13 +248,11 @@ void join_team(void* gomp_parallel, void* pause) {
 
 void handle_forks() {
   forked = was_forked();
-#if !defined(_WIN32)
   // After a fork, the child's runtime would wait for its team's threads, which exist only in the parent. So a team that
   // this core made a framework's runtime start is ended before the fork; the next parallel region starts another.
   constexpr int SOFT = 1;
-  pthread_atfork([] { end_team ? static_cast<void>(end_team(SOFT)) : static_cast<void>(0); }, nullptr,
-                 [] { pool = new Pool, team = nullptr, forked = true; });
-#endif
+  at_forks([] { end_team ? static_cast<void>(end_team(SOFT)) : static_cast<void>(0); },
+           [] { pool = new Pool, team = nullptr, forked = true; });
 }
 
 void check_stop() {
@@ -323,9 +266,9 @@ Interruptible::~Interruptible() { turn.ask = outer_; }
 
 char* scratch(int64_t bytes) {
   if (bytes > mine.size) {
-    std::free(mine.data);
+    free_aligned(mine.data);
     mine.size = (bytes + 4095) / 4096 * 4096;
-    mine.data = static_cast<char*>(std::aligned_alloc(4096, static_cast<size_t>(mine.size)));
+    mine.data = static_cast<char*>(aligned(4096, static_cast<size_t>(mine.size)));
     if (!mine.data) {
       mine.size = 0;
       throw std::bad_alloc();

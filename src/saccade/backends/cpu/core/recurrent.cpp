@@ -22,15 +22,13 @@ void recurrent_backward(const Recurrence& c, int64_t task, char* scratch) {
 
 }  // namespace SACCADE_ISA
 
-#define SACCADE_TEXT_(x) #x
-#define SACCADE_TEXT(x) SACCADE_TEXT_(x)
 #define SACCADE_JOIN_(a, b) a##b
 #define SACCADE_JOIN(a, b) SACCADE_JOIN_(a, b)
 
 const RecurrentKernels* SACCADE_JOIN(recurrent_, SACCADE_ISA)() {
   using namespace SACCADE_ISA;
-  static constexpr RecurrentKernels table = {SACCADE_TEXT(SACCADE_ISA), recurrent_forward_scratch, recurrent_forward,
-                                             recurrent_backward_scratch, recurrent_backward};
+  static constexpr RecurrentKernels table = {recurrent_forward_scratch, recurrent_forward, recurrent_backward_scratch,
+                                             recurrent_backward};
   return &table;
 }
 

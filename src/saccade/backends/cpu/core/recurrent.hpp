@@ -31,7 +31,6 @@ struct Recurrence {
 
 // one table per instruction set; a task owns a block of the columns of one state
 struct RecurrentKernels {
-  const char* name;
   int64_t (*forward_scratch)(const Recurrence&);
   void (*forward)(const Recurrence&, int64_t task, char* scratch);
   int64_t (*backward_scratch)(const Recurrence&);

@@ -146,7 +146,6 @@ struct Append {
 
 // one table per instruction set; the tasks of one verb are independent, and each owns its outputs
 struct Kernels {
-  const char* name;
   int64_t (*forward_tasks)(const Call&);
   int64_t (*forward_scratch)(const Call&);
   void (*forward)(const Call&, int64_t task, char* scratch);
@@ -168,7 +167,7 @@ struct Kernels {
   void (*row)(const Call&, int64_t at);  // at: index in [B, Tq, Hq]
   void (*refine)(const Call&, int64_t at);
   void (*probe)(int dtype, int64_t rounds, char* scratch);
-  int64_t (*probe_flops)(int dtype);  // flops of one round
+  int64_t (*probe_flops)();  // flops of one round
 };
 
 // Kernels call it about once per tile; it throws where the call must stop. See Interruptible in pool.hpp.
