@@ -122,7 +122,7 @@ def theirs(model: Any, prompts: Prompts, tokens: int) -> Drawn:
 
     def go_on(ids: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         drawn.append((time.perf_counter(), ids[:, -1].tolist()))
-        return torch.zeros(len(ids), dtype=torch.bool)
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
     ids = torch.tensor(prompts, device=model.device)
     greedy = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

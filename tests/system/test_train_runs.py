@@ -244,7 +244,8 @@ def test_a_preparation_that_takes_long_is_never_silent(tmp_path: Path, monkeypat
 def test_a_slow_machine_trains_the_fewest_steps_and_says_how_long(tmp_path: Path, monkeypatch: Any) -> None:
     from saccade.cli import watch
     from saccade.models import settings
-    from saccade.models.training import MEASURED, Trainer
+    from saccade.models.settings import MEASURED
+    from saccade.models.training import Trainer
 
     monkeypatch.setattr(settings, "MINUTES", 1e-9)
     monkeypatch.setattr(settings, "LEAST_STEPS", MEASURED + 3)

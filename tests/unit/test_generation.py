@@ -113,9 +113,10 @@ def test_passes_of_fixed_rows_give_texts_that_do_not_depend_on_the_batch(tempera
     logits: list[dict[int, list[bytes]]] = []
 
     class Recorder(Sampler):
-        def draw(self, row, generator=None):
-            logits[-1].setdefault(generator.initial_seed(), []).append(row.float().numpy().tobytes())
-            return super().draw(row, generator)
+        def choose(self, rows, generators=None):
+            for row, one in zip(rows, generators, strict=True):
+                logits[-1].setdefault(one.initial_seed(), []).append(row.float().numpy().tobytes())
+            return super().choose(rows, generators)
 
     texts = []
     for batch, chunk, page_size in ((1, 64, 4), (2, 3, 16), (6, 7, 1), (4, 64, 5)):
@@ -210,11 +211,31 @@ def test_prompts_that_come_and_go_through_replayed_steps(
         made.append(PagedSteps(*args, capture=tried_first))
         return made[0]
 
-    monkeypatch.setattr(batching, "of_static_pages", lambda *_: True)
+    monkeypatch.setattr(batching, "replayable", lambda *_: True)
     monkeypatch.setattr(batching, "PagedSteps", steps)
     assert dict(serve(model, prompts, 39, Sampler(temperature), **options)) == expected
     assert int(made[0].draws.count) > 0
     assert any(len(text) < 39 for text in expected.values())
+
+
+def test_places_without_a_prompt_read_a_token_of_the_vocabulary(monkeypatch) -> None:
+    model, prompts = small(eos_token_id=-1), [[1, 2, 3], [4, 5], [6]]
+    expected = dict(serve(model, prompts, 40, Sampler(0.0), batch=2))
+    monkeypatch.setattr(batching, "replayable", lambda *_: True)
+    monkeypatch.setattr(batching, "PagedSteps", lambda *args: PagedSteps(*args, capture=tried_first))
+    assert dict(serve(model, prompts, 40, Sampler(0.0), batch=2)) == expected
+
+
+def test_prompts_whose_logits_are_not_finite_are_named(monkeypatch) -> None:
+    model, prompts = small(eos_token_id=-1), [[1, 2, 3], [4, 5], [6]]
+    with torch.no_grad():
+        model.model.embed_tokens.weight[5] = torch.nan
+    with pytest.raises(FloatingPointError, match=r"prompts \[1\] are not finite"):
+        dict(serve(model, prompts, 4, Sampler(0.0), batch=3))
+    with torch.no_grad():
+        model.model.norm.weight.fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match=r"prompts \[0, 1\] are not finite"):
+        dict(serve(model, prompts, 4, Sampler(0.0), batch=2))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

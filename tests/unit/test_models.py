@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -200,7 +201,12 @@ def test_settings() -> None:
     assert rates[-1] == pytest.approx(0.1 * settings.lr, rel=0.02)
     # of a run whose minutes allow few steps, too
     few = [Settings(minutes=1.0).lr_at(step, 60) for step in range(60)]
-    assert few.index(max(few)) in (11, 12)
+    assert few[47] == max(few) == Settings().lr
+    # without jumps at the step from which on their number is known, and with the rates of the steps before it
+    preset = Settings(minutes=1.0, warmup=100)
+    rates = [preset.lr_at(step, None if step < 24 else 92) for step in range(92)]
+    assert max(b - a for a, b in pairwise(rates)) < 0.04 * preset.lr
+    assert rates[:24] == [preset.lr_at(step, 92) for step in range(24)]
     assert Settings().seconds == 120
     for wrong in ({"steps": 3, "minutes": 1.0}, {"steps": 0}, {"lr": float("nan")}):
         with pytest.raises(ValueError):

@@ -31,12 +31,16 @@ def generate(
         list[str] | None, typer.Option(help="Text to continue; repeat the option for a batch. (the start of a class)")
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="File of prompts, one per line, or of JSON strings.")] = None,
-    batch: Annotated[int, typer.Option(help="Prompts of a file that are continued at the same time.")] = 8,
+    batch: Annotated[
+        int | None, typer.Option(help="Prompts of --prompts that are continued at the same time. (8)")
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Largest number of new tokens.")] = 200,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.7,
     top_k: Annotated[int, typer.Option(help="Draw from the k likeliest tokens; 0 from all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Draw from the fewest tokens whose probabilities reach this sum.")] = 0.9,
-    sinks: Annotated[int, typer.Option(help="With --window: keep the keys of this many first tokens.")] = 4,
+    sinks: Annotated[
+        int | None, typer.Option(help="With --window: keep the keys of this many first tokens. (4)")
+    ] = None,
     window: Annotated[int, typer.Option(help="Keep only the keys of this many last tokens; 0 keeps all.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     chunk: Annotated[int, typer.Option(help="Tokens of the prompt read at a time.")] = 256,
@@ -56,6 +60,7 @@ def generate(
     """
     share_cores()
     numbers = {"tokens": tokens, "batch": batch, "chunk": chunk, "window": window, "sinks": sinks, "seed": seed}
+    numbers = {name: value for name, value in numbers.items() if value is not None}
     numbers |= {"rows": rows, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     with show.plain_errors("generate", "train"):
         check_options(prompt, prompts, dtype, numbers, backend)
@@ -66,19 +71,19 @@ def generate(
         from saccade.models.sampling import generate as draw_tokens
 
         texts = prompt or [PROMPT] if prompts is None else read_prompts(prompts)
-        begun, first = open_ended(tokenizer, texts)
+        prompt_tokens, first = open_ended(tokenizer, texts)
         sampler = Sampler(temperature, top_k, top_p)
         options = dict[str, Any](seed=seed, first=first, chunk=chunk, backend=backend, quantised=quantised)
         options["draft"] = drafts = Draft.of(draft)
         if prompts is not None:
-            served = serve(net, begun, tokens, sampler, batch=batch, rows=rows or None, **options)
-            print_served(served, tokenizer, texts, begun, drafts, as_json=as_json)
+            served = serve(net, prompt_tokens, tokens, sampler, batch=batch or 8, rows=rows or None, **options)
+            print_served(served, tokenizer, texts, prompt_tokens, drafts, as_json=as_json)
             return
-        done = [list(ids) for ids in begun]
+        done = [list(ids) for ids in prompt_tokens]
         streamed = not as_json and len(texts) == 1
         shown, started, count = "", time.perf_counter(), 0
-        keep = (sinks, window) if window else None
-        for drawn in draw_tokens(net, begun, tokens, sampler, keep=keep, **options):
+        keep = (4 if sinks is None else sinks, window) if window else None
+        for drawn in draw_tokens(net, prompt_tokens, tokens, sampler, keep=keep, **options):
             count += 1
             for ids, token in zip(done, drawn, strict=True):
                 ids.append(token)
@@ -129,8 +134,11 @@ def check_options(
         raise ValueError("both --prompt and --prompts are given; expected one of them")
     if prompts is not None and numbers["window"]:
         raise ValueError("--window is for --prompt; prompts of a file share pages, which are not shortened")
-    if prompts is None and numbers["rows"]:
-        raise ValueError("--rows is for --prompts, which share a running batch")
+    for name in ("rows", "batch"):
+        if prompts is None and numbers.get(name):
+            raise ValueError(f"{show.flag(name)} is for --prompts, which share a running batch")
+    if "sinks" in numbers and not numbers["window"]:
+        raise ValueError("--sinks is for --window; without it, the keys of all tokens are kept")
     if dtype not in DTYPES:
         raise ValueError(f"--dtype is {dtype!r}; expected 'float32' or 'bfloat16'")
     checked_backend(backend)
@@ -157,19 +165,19 @@ def print_served(
     served: Iterable[tuple[int, list[int]]],
     tokenizer: Tokenizer,
     prompts: list[str],
-    begun: list[list[int]],
+    prompt_tokens: list[list[int]],
     drafts: Draft | None = None,
     *,
     as_json: bool,
 ) -> None:
     """Prints the text of each prompt when it ends: as a line of JSON with its number, or under a heading.
 
-    served: numbers and new tokens, as `models.batching.serve` yields them; begun: the tokens of the prompts.
+    served: numbers and new tokens, as `models.batching.serve` yields them; prompt_tokens: the tokens of the prompts.
     """
     started, count = time.perf_counter(), 0
     for number, drawn in served:
         count += len(drawn)
-        text = tokenizer.decode([*begun[number], *drawn])
+        text = tokenizer.decode([*prompt_tokens[number], *drawn])
         if as_json:
             line = {"number": number, "prompt": prompts[number], "text": text, "new_tokens": len(drawn)}
             print(json.dumps(line), flush=True)

@@ -220,6 +220,7 @@ def kept_summary(out: Path) -> dict[str, Any]:
 def run_to_its_end(trainer: Trainer, console: Console) -> None:
     """Train; if Ctrl-C ends training early, print what is saved and raise KeyboardInterrupt."""
     options = ["--resume"] + ([] if trainer.backend is None else ["--backend", trainer.backend])
+    options += ["--device", str(trainer.device)] if trainer.alone and trainer.device.type != "cpu" else []
     # on a line of its own and printed unchanged: rich would wrap it, and take brackets in a path for markup
     again = f"{'' if trainer.alone else 'torchrun -m '}{command('train', trainer.out, *options)}"
     try:
@@ -262,4 +263,6 @@ def make_trainer(out: Path, settings: dict[str, Any], *, context_parallel: int |
         return Trainer(out, settings, **options)
     from saccade.models.parallel import ParallelTrainer
 
-    return ParallelTrainer(out, settings, context_parallel=context_parallel or 1, **options)
+    return ParallelTrainer(
+        out, settings, context_parallel=1 if context_parallel is None else context_parallel, **options
+    )

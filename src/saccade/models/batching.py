@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -15,7 +14,8 @@ from ..caches.prefixes import PrefixCache
 from .blocks import Decoder
 from .drafts import Draft, Text, Tree, depth_of, walk
 from .experts import Experts
-from .replay import AHEAD, PagedSteps, of_static_pages
+from .replay import AHEAD, PagedSteps, replayable
+from .sampler import not_finite
 from .sampling import Sampler, allow, check_lengths
 from .stores import PagedTokens
 
@@ -39,21 +39,6 @@ class _Running:
             return self.unread[:chunk]
         self.tree = self.text.tree(1)
         return self.tree.tokens
-
-    def advance(self, some: list[int], logits: Tensor, sampler: Sampler) -> int:
-        """Draws tokens after `some` have been read, unless the prompt goes on; returns how many are rejected.
-
-        logits: those after each node of the tree, [n, vocab].
-        """
-        drafted, rejected = not self.unread, 0
-        del self.unread[: len(some)]
-        if not self.unread:
-            (path,) = walk([self.text], [self.tree], logits[None], partial(sampler.draw, generator=self.generator))
-            rejected = len(logits) - len(path)
-            if drafted and self.text.draft is not None:
-                self.text.draft.count(1, len(path))
-        self.known += some[: len(some) - rejected]
-        return rejected
 
 
 @torch.no_grad()
@@ -102,9 +87,9 @@ def serve(
     # a page more per prompt, because forks copy one, the pages of one more prompt, for prefixes of ended prompts, and
     # one for places without a prompt
     layers = model.make_pages((most + 1) * columns + 1, page_size, quantised)
-    begins = PrefixCache(layers)
+    prefixes = PrefixCache(layers)
     generators = [torch.Generator(model.device) for _ in range(most)]
-    static = rows is None and draft is None and of_static_pages(model, layers)
+    static = rows is None and draft is None and replayable(model, layers)
     steps = PagedSteps(model, layers, columns, sampler, generators, backend) if static and most else None
     running, waiting = list[_Running](), list(enumerate(prompts))[::-1]
     while waiting or running:
@@ -112,16 +97,16 @@ def serve(
             number, prompt = waiting.pop()
             place = min(set(range(most)) - {one.place for one in running})
             generator = generators[place].manual_seed(seed + number)
-            running.append(_start(number, place, Text(prompt, tokens, model.config.ends, draft), begins, generator))
+            running.append(_start(number, place, Text(prompt, tokens, model.config.ends, draft), prefixes, generator))
         if steps is not None and not any(one.unread for one in running):
-            _replay(steps, running, begins, page_size)
+            _replay(steps, running, prefixes, page_size)
         else:
             taken = _taken(running, chunk, rows)
-            begins.free(sum(_wanted(one, len(some), page_size) for one, some in zip(running, taken, strict=True)))
+            prefixes.free(sum(_wanted(one, len(some), page_size) for one, some in zip(running, taken, strict=True)))
             logits = _read(model, layers, running, taken, rows, backend)
-            _advance(running, taken, logits, sampler, first, begins, layers)
+            _advance(running, taken, logits, sampler, first, prefixes, layers)
         for one in [one for one in running if one.text.done]:
-            begins.keep(one.sequence, one.known)
+            prefixes.keep(one.sequence, one.known)
             running.remove(one)
             for x in layers:
                 x.remove(one.sequence)
@@ -153,27 +138,61 @@ def _advance(
     logits: Sequence[Tensor],
     sampler: Sampler,
     first: np.ndarray | None,
-    begins: PrefixCache,
+    prefixes: PrefixCache,
     layers: Sequence[PagedKVCache],
 ) -> None:
     """Draw after the tokens that each prompt has read, and drop rejected drafts from its pages."""
-    for one, some, after in zip(running, taken, logits, strict=True):
-        reading = bool(one.unread)
-        if reading and first is not None:
-            after = allow(after, first[one.number : one.number + 1])
-        rejected = one.advance(some, after, sampler)
-        for x in layers if rejected else ():
+    reading = [one for one in running if one.unread]
+    for one, some in zip(running, taken, strict=True):
+        one.known += some
+        del one.unread[: len(some)]
+    drawing: list[tuple[_Running, Tensor]] = []
+    for one, rows in zip(running, logits, strict=True):
+        if not one.unread:
+            begins = first is not None and one in reading
+            drawing.append((one, allow(rows, first[one.number : one.number + 1]) if begins else rows))
+    if not any(one.text.draft for one, _ in drawing):
+        for (one, _), token in zip(drawing, _draw(drawing, sampler), strict=True):
+            one.text.draw(token)
+    else:
+        for one, rows in drawing:
+            _accept(one, rows, sampler, layers, drafted=one not in reading)
+    for one in reading:
+        prefixes.keep(one.sequence, one.known)
+
+
+def _draw(drawing: Sequence[tuple[_Running, Tensor]], sampler: Sampler) -> list[int]:
+    """The next token of each prompt, drawn at once from its logits [1, vocab], by its own generator."""
+    if not drawing:
+        return []
+    tokens, finite = sampler.choose(torch.cat([rows for _, rows in drawing]), [one.generator for one, _ in drawing])
+    if not finite.all():
+        raise not_finite(finite, {row: one.number for row, (one, _) in enumerate(drawing)})
+    return tokens.tolist()
+
+
+def _accept(one: _Running, logits: Tensor, sampler: Sampler, layers: Sequence[PagedKVCache], *, drafted: bool) -> None:
+    """Draw tokens of a prompt as far as its draft has them, and the one after; drop the rest of the draft."""
+
+    def draw(rows: Tensor) -> Tensor:
+        return torch.tensor(_draw([(one, rows)], sampler))
+
+    (path,) = walk([one.text], [one.tree], logits[None], draw)
+    if drafted and one.text.draft is not None:
+        one.text.draft.count(1, len(path))
+    if rejected := len(logits) - len(path):
+        del one.known[-rejected:]
+        for x in layers:
             x.crop(one.sequence, len(one.known))
-        if reading:
-            begins.keep(one.sequence, one.known)
 
 
-def _replay(steps: PagedSteps, running: Sequence[_Running], begins: PrefixCache, page_size: int) -> None:
+def _replay(steps: PagedSteps, running: Sequence[_Running], prefixes: PrefixCache, page_size: int) -> None:
     """Draw up to AHEAD tokens for every prompt, none of which has unread tokens."""
     counts = [min(AHEAD, one.text.left) for one in running]
-    begins.free(sum(_wanted(one, n, page_size) for one, n in zip(running, counts, strict=True)))
+    prefixes.free(sum(_wanted(one, n, page_size) for one, n in zip(running, counts, strict=True)))
     last = [one.text.tokens[-1] for one in running]
-    drawn = steps.run([one.place for one in running], [one.sequence for one in running], last, counts)
+    numbers = [one.number for one in running]
+    drawn = steps.run([one.place for one in running], [one.sequence for one in running], numbers, last, counts)
     for one, tokens in zip(running, drawn, strict=True):
         for token in tokens:
             if not one.text.done:
@@ -212,10 +231,10 @@ def _padded(numbers: Sequence[int] | np.ndarray, rows: int | None) -> torch.Tens
     return padded
 
 
-def _start(number: int, place: int, text: Text, begins: PrefixCache, generator: torch.Generator) -> _Running:
+def _start(number: int, place: int, text: Text, prefixes: PrefixCache, generator: torch.Generator) -> _Running:
     # the last token of a prompt is read: its logits are needed
     prompt = text.tokens
-    sequence, shared = begins.begin(prompt[:-1])
+    sequence, shared = prefixes.begin(prompt[:-1])
     return _Running(number, place, sequence, prompt[shared:], generator, prompt[:shared], text, Tree(0))
 
 

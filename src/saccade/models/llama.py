@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -47,6 +48,7 @@ class Llama(Decoder):
         super().__init__()
         self.config = config
         self.model = LlamaStack(config, self.make_block)
+        self._frequencies: dict[torch.device, Tensor] = {}
         # in float64, and not in the state dict
         frequencies, factor = config.rotary()
         self.rotation = {"base": config.rope_theta, "frequencies": frequencies, "factor": factor}
@@ -81,9 +83,11 @@ class Llama(Decoder):
     ) -> Tensor:
         """The last norm's output [B, T, width]; arguments as in `forward`."""
         positions = positions_of(tokens, caches, backend) if positions is None else positions
-        mask = masks.causal() if mask is None else mask
         if self.config.sliding_window:
-            mask = mask & masks.window(self.config.sliding_window - 1, None)
+            # without another mask one node, whose reach decode follows on the device
+            before = self.config.sliding_window - 1
+            mask = masks.window(before, 0) if mask is None else mask & masks.window(before, None)
+        mask = masks.causal() if mask is None else mask
         x = self.model.embed_tokens(tokens)
         turn = self.turn(positions)
         for i, block in enumerate(self.blocks):
@@ -93,6 +97,11 @@ class Llama(Decoder):
     def turn(self, positions: Tensor) -> Turn:
         """The rotation of every layer at positions [T] or [B, T]."""
         frequencies, factor = self.config.rotary()
+        if frequencies is not None:
+            # copied to each device once: a copy from the host ends the capture of a graph
+            if self.device not in self._frequencies:
+                self._frequencies[self.device] = torch.from_numpy(frequencies).to(self.device)
+            frequencies = self._frequencies[self.device]
         options = {"base": self.config.rope_theta, "frequencies": frequencies, "factor": factor}
         return angles(self.model.embed_tokens.weight, positions, self.config.head_dim, **options)
 

@@ -71,9 +71,10 @@ class Objective:
     @torch.no_grad()
     def mean(self, batch: Batch) -> Tensor:
         """The mean over a batch of any number of rows, a step's rows at a time."""
-        return torch.stack([self.sum(part) for part in self._parts(batch)]).sum() / targets_of(batch)
+        return torch.stack([self.sum(part) for part in self.parts(batch)]).sum() / targets_of(batch)
 
-    def _parts(self, batch: Batch) -> Iterator[Batch]:
+    def parts(self, batch: Batch) -> Iterator[Batch]:
+        """A step's rows of a batch at a time."""
         for start in range(0, len(batch.tokens), self.rows):
             yield Batch(*(x[start : start + self.rows] for x in batch))
 

@@ -43,8 +43,8 @@ from .tokens import Tokenizer
 from .training import WEIGHTS, Trainer
 from .weights import save_weights
 
-# seconds that a rank waits for the others
-PATIENCE = 600
+# seconds that a rank waits for the others, of which the first may make a folder of tokens
+PATIENCE = 1800
 
 
 class ParallelTrainer(Trainer):
@@ -125,7 +125,8 @@ class ParallelTrainer(Trainer):
         return total * (shares / targets_of(batch))
 
     def _mean(self, batch: Batch) -> Tensor:
-        return self._loss(batch)
+        shares = [self._loss(part) * targets_of(part) for part in self.objective.parts(batch)]
+        return torch.stack(shares).sum() / targets_of(batch)
 
     @property
     def layout(self) -> str:

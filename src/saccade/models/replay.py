@@ -7,7 +7,7 @@ host only starts replays, and reads several steps at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,20 +37,28 @@ Capture = Callable[[Callable[[], None], Sequence[torch.Generator], Callable[[], 
 def captured(
     step: Callable[[], None], generators: Sequence[torch.Generator], undo: Callable[[], None]
 ) -> Callable[[], None]:
-    """A CUDA graph of the step; each of its replays draws new numbers."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARM):
+    """A CUDA graph of the step on the device of the generators; each of its replays draws new numbers."""
+    device = generators[0].device
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        undo()
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            graph.register_generator_state(generator)
+        # calls of other threads to CUDA do not end the capture
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             step()
-    torch.cuda.current_stream().wait_stream(stream)
-    undo()
-    graph = torch.cuda.CUDAGraph()
-    for generator in generators:
-        graph.register_generator_state(generator)
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+
+    def replay() -> None:
+        with torch.cuda.device(device):
+            graph.replay()
+
+    return replay
 
 
 class Draws:
@@ -66,7 +74,9 @@ class Draws:
     ) -> None:
         device = model.device
         self.sampler, self.generators = sampler, generators
-        self.first_end, self.ends = model.config.ends[0], torch.tensor(model.config.ends, device=device)
+        # places without a sequence read it, too, so it is a token of the vocabulary
+        self.first_end = max(0, model.config.ends[0])
+        self.ends = torch.tensor(model.config.ends, device=device)
         self.token = torch.zeros(rows, dtype=torch.int64, device=device)
         self.tokens = torch.zeros(steps, rows, dtype=torch.int64, device=device)
         self.count = torch.zeros(1, dtype=torch.int64, device=device)
@@ -88,10 +98,10 @@ class Draws:
         self.tokens.index_copy_(0, self.count, self.token[None])
         self.count += 1
 
-    def check(self, rows: int | None = None) -> None:
-        """Raise FloatingPointError if the logits of one of the first rows were not finite."""
-        if not bool(self.finite[:rows].all()):
-            raise not_finite(self.finite[:rows])
+    def check(self, numbers: Mapping[int, int] | None = None) -> None:
+        """Raise FloatingPointError if the logits of a row were not finite; numbers: of prompts, by row."""
+        if not bool(self.finite.all()):
+            raise not_finite(self.finite, numbers)
 
 
 def repeated(
@@ -154,8 +164,7 @@ class Steps:
         # steps that are tried before the capture need rows, too
         draws = Draws(self.model, self.sampler, [self.generator], len(logits), tokens + WARM)
         draws.draw(logits)
-        replay = self._captured(draws) if tokens > 1 else None
-        ended, read, written = set[int](), 0, 1
+        ended, read, written, replay = set[int](), 0, 1, None
         while True:
             draws.check()
             for row in draws.tokens[read:written].tolist():
@@ -163,8 +172,10 @@ class Steps:
                 ended |= {b for b, token in enumerate(row) if token in self.model.config.ends}
                 if len(ended) == len(row):
                     return
-            if written == tokens or replay is None:
+            if written == tokens:
                 return
+            # after the first token, which does not wait for the capture
+            replay = replay or self._captured(draws)
             read, written = written, min(tokens, written + AHEAD)
             for _ in range(written - read):
                 replay()
@@ -184,7 +195,7 @@ class Steps:
 
 
 class PagedSteps:
-    """The same for `rows` places in a running batch, whose sequences are in pages and come and go.
+    """Steps for the places of a running batch, whose sequences are in pages and come and go.
 
     A place without a sequence writes to a page that no sequence uses.
     layers: pages of each layer, one of which this takes. columns: the most pages of a sequence. generators: one for
@@ -218,12 +229,17 @@ class PagedSteps:
         self.replay = repeated(model, stores, self.draws, [self.lengths], settle, backend, capture)
 
     def run(
-        self, places: Sequence[int], sequences: Sequence[int], last: Sequence[int], counts: Sequence[int]
+        self,
+        places: Sequence[int],
+        sequences: Sequence[int],
+        numbers: Sequence[int],
+        last: Sequence[int],
+        counts: Sequence[int],
     ) -> list[list[int]]:
         """The next counts[r] <= AHEAD tokens of each sequence r, all but the last of which are then in its pages, too.
 
-        places: in the running batch. last: the token of each sequence that was drawn last and not read. Raises
-        FloatingPointError as `Sampler.draw`, and as `PagedKVCache.append` for too few pages.
+        places: in the running batch. numbers: of the prompts, for errors. last: the token of each sequence that was
+        drawn last and not read. Raises FloatingPointError as `Sampler.draw`, and ValueError as `PagedKVCache.append`.
         """
         pool = self.layers[0]
         table, lengths = np.full(self.table.shape, self.spare, np.int32), np.zeros(self.rows, np.int32)
@@ -242,22 +258,18 @@ class PagedSteps:
         draws.finite.fill_(True)
         for _ in range(max(counts)):
             self.replay()
-        draws.check()
+        draws.check(dict(zip(places, numbers, strict=True)))
         drawn = draws.tokens[: max(counts), list(places)].T.tolist()
         return [tokens[:n] for tokens, n in zip(drawn, counts, strict=True)]
 
 
-def of_static_shapes(model: Decoder, caches: list[KVCache] | StackCache) -> list[KVCache] | None:
-    """The caches if steps of the model can be replayed: on a GPU, without states of layers, indexers and experts."""
-    if isinstance(caches, StackCache) or any(isinstance(cache, IndexedLatentKVCache) for cache in caches):
-        return None
-    return caches if _static(model) else None
+def replayable(model: Decoder, stores: Sequence[KVCache] | Sequence[PagedKVCache] | StackCache) -> bool:
+    """Whether steps of the model with these caches or pages have static shapes, on a GPU.
 
-
-def of_static_pages(model: Decoder, layers: Sequence[PagedKVCache]) -> bool:
-    """The same for pages, which must not be of latent rows."""
-    return _static(model) and not any(isinstance(layer, PagedLatentKVCache) for layer in layers)
-
-
-def _static(model: Decoder) -> bool:
-    return model.device.type == "cuda" and not any(isinstance(module, Experts) for module in model.modules())
+    States of layers, experts, indexers and pages of latent rows have none.
+    """
+    others = IndexedLatentKVCache, PagedLatentKVCache
+    if model.device.type != "cuda" or isinstance(stores, StackCache):
+        return False
+    experts = any(isinstance(module, Experts) for module in model.modules())
+    return not experts and not any(isinstance(store, others) for store in stores)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -73,10 +73,13 @@ def _multinomial(p: Tensor, generator: Generators) -> Tensor:
     return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1)
 
 
-def not_finite(finite: Tensor) -> FloatingPointError:
-    """The error for sequences of a batch, bool [B], whose logits are not finite."""
+def not_finite(finite: Tensor, numbers: Mapping[int, int] | None = None) -> FloatingPointError:
+    """The error for rows, bool [B], whose logits are not finite; numbers: of the prompts in rows, None for a batch."""
     rows = (~finite).nonzero()[:, 0].tolist()
+    which = f"sequences {rows[:8]} of the batch"
+    if numbers is not None:
+        which = f"prompts {[numbers[r] for r in rows if r in numbers][:8]}"
     return FloatingPointError(
-        f"the model's logits for sequences {rows[:8]} of the batch are not finite, so no token can be drawn; "
+        f"the model's logits for {which} are not finite, so no token can be drawn; "
         "check its weights, or compute in a dtype of wider range"
     )

@@ -20,6 +20,10 @@ DTYPES = ("float32", "bfloat16")
 MINUTES, LEAST_STEPS = 2.0, 600
 
 
+# steps after which a run that is limited by minutes fixes its number of steps
+MEASURED = 24
+
+
 @dataclass(frozen=True)
 class Settings:
     """The settings of a run: the same settings, text and machine give the same losses.
@@ -28,7 +32,7 @@ class Settings:
     text is Python's standard library. dtype: of the matrix products; weights and their updates are in float32. compile:
     torch.compile the blocks. recompute: compute the inside of a block again in the backward, which takes less memory.
     `steps` or `minutes` bounds the run. If neither is given, it takes `MINUTES`, and at least `LEAST_STEPS`. Minutes
-    become a number of steps once `training.MEASURED` steps have been timed; the checkpoint stores that number.
+    become a number of steps once `MEASURED` steps have been timed; the checkpoint stores that number.
     Raises ValueError as `check_settings`.
     """
 
@@ -73,8 +77,14 @@ class Settings:
     def lr_at(self, step: int, total: int | None) -> float:
         """The learning rate of a step: it rises linearly to `lr`, then falls by half a cosine to `FLOOR` · `lr`."""
         warmup = self.warmup if total is None else min(self.warmup, max(1, total // 5))
-        if step < warmup or total is None:
-            return self.lr * min(1.0, (step + 1) / warmup)
+        # the first steps of a run by minutes do not know how many follow: the rate goes on from theirs
+        known = 0 if self.steps is not None else MEASURED
+        warmup = min(self.warmup, max(warmup, 2 * known))
+        if total is None or step < known:
+            return self.lr * min(1.0, (step + 1) / self.warmup)
+        if step < warmup:
+            reached = known / self.warmup
+            return self.lr * (reached + (1 - reached) * (step + 1 - known) / (warmup - known))
         done = (step - warmup) / max(1, total - warmup)
         return self.lr * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * done)))
 

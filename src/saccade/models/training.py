@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -29,15 +30,13 @@ from .loading import device_of
 from .losses import LOSSES, logged_to
 from .objective import Objective, make_optimizer, set_up
 from .progress import CHECKPOINT, RANKS, Progress, read_progress
-from .settings import Settings, agreed, located
+from .settings import MEASURED, Settings, agreed, located
 from .speed import Meter
 from .texts import Text, load_text
 from .tokens import FORMAT, TOKENIZER, Tokenizer, load_tokenizer, save_tokenizer
 from .variants import make_model
 from .weights import encode_weights
 
-# steps after which a run that is limited by minutes fixes its number of steps
-MEASURED = 24
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 # a folder with any of these holds a run or a model, which only --overwrite replaces
 FILES = (CHECKPOINT, RANKS, WEIGHTS, CONFIG, TOKENIZER, FORMAT, LOSSES)
@@ -158,6 +157,8 @@ class Trainer:
         # the old run's checkpoint first: without it, the other files are not a run that can be resumed
         for name in (CHECKPOINT, RANKS, WEIGHTS):
             (self.out / name).unlink(missing_ok=True)
+        for folder in self.out.glob("checkpoint-*"):
+            shutil.rmtree(folder)
         save_tokenizer(self.tokenizer, self.out, self.settings.context)
         write_atomic(self.out / CONFIG, json.dumps(self.model.config.to_dict(), indent=2).encode())
         write_atomic(self.out / LOSSES, b"")

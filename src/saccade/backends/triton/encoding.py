@@ -46,6 +46,7 @@ class Order(NamedTuple):
     back: torch.Tensor
 
 
+_captured: dict[int, Lists] = {}
 _lists: weakref.WeakKeyDictionary[Part | Intervals, dict[Any, Lists]] = weakref.WeakKeyDictionary()
 _orders: weakref.WeakKeyDictionary[Plan, dict[torch.device, Order]] = weakref.WeakKeyDictionary()
 
@@ -75,6 +76,9 @@ def of_part(
             mine[key] = _of_intervals(part, plan, device, tile_k)
         else:
             mine[key] = _of_host(part, plan, device, tile_k, scattered, rows)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # the graph reads these words for as long as it lives, and plans are forgotten
+        _captured[id(mine[key])] = mine[key]
     return mine[key]
 
 
