@@ -17,7 +17,7 @@ from torch.nn import functional
 from .. import mask as masks
 from ..distributed.context import Where
 from ..mask import Mask
-from .blocks import Decoder
+from .blocks import Decoder, linear
 from .fields import CONFIG, check_fields
 from .stores import Cached, attend, positions_of
 from .weights import Tensors, filled, read_config
@@ -183,7 +183,7 @@ class Gpt2(Decoder):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., width] -> [..., vocab]."""
-        return functional.linear(hidden, self.wte.weight)
+        return linear(hidden, self.wte.weight)
 
     @property
     def blocks(self) -> list[Block]:

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from .. import mask as masks
 from ..distributed.context import Where
 from ..mask import Mask
 from ..rope import angles
-from .blocks import Block, Decoder, RMSNorm
+from .blocks import Block, Decoder, Linear, RMSNorm, linear
 from .llama_config import LlamaConfig
 from .states import Turn
 from .stores import Cached, positions_of
@@ -52,9 +51,7 @@ class Llama(Decoder):
         # in float64, and not in the state dict
         frequencies, factor = config.rotary()
         self.rotation = {"base": config.rope_theta, "frequencies": frequencies, "factor": factor}
-        self.lm_head = (
-            None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        )
+        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
         self.reset_parameters()
 
     def make_block(self, config: LlamaConfig, number: int) -> Block:
@@ -113,7 +110,7 @@ class Llama(Decoder):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., width] -> [..., vocab]."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return functional.linear(hidden, head.weight)
+        return linear(hidden, head.weight)
 
     @property
     def cached(self) -> tuple[int, int, int]:
