@@ -70,7 +70,7 @@ class Case(NamedTuple):
     def rounds(self) -> int:
         """The timed rounds."""
         long = self.prompt * self.prompts
-        return ROUNDS if long < 1000 else 3 if long < 20_000 else 2
+        return ROUNDS if long < 1000 else 3 if long < 20_000 else 2 if long < LONG else 1
 
 
 CASES = [
@@ -94,6 +94,8 @@ CASES = [
     ),
     Case("llama-350m", PRESET_350, torch.bfloat16, 1024, 128, 64, "cuda", served=True),
 ]
+# prompts of so many tokens take minutes, and the first round is timed, too
+LONG = 100_000
 # how many prompts are drawn for at a time
 BATCH = 16
 
@@ -210,7 +212,8 @@ def compare(case: Case, env: Environment, providers: dict[str, tuple[Any, Any]],
     firsts: dict[str, list[float]] = {name: [] for name in providers}
     drawn: dict[str, list[list[int]]] = {}
     # the first round warms up
-    for n in range(case.rounds + 1):
+    warm = int(case.prompt * case.prompts < LONG)
+    for n in range(1 - warm, case.rounds + 1):
         for name, (draw, model) in providers.items():
             first_token, seconds, drawn[name] = timed(draw, model, case, prompts)
             if n:
