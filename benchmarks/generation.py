@@ -29,7 +29,7 @@ from arguments import chosen, parser
 
 from saccade.cli.bench.clocks import timing
 from saccade.cli.bench.machine import Environment, environment, gpu_environment
-from saccade.cli.bench.rows import Row, note, write
+from saccade.cli.bench.rows import Row, kept, note, write
 from saccade.models.batching import serve
 from saccade.models.llama import Llama, LlamaConfig
 from saccade.models.loading import load_model
@@ -65,6 +65,10 @@ class Case(NamedTuple):
         if self.served:
             return f"{self.model}-served"
         return f"{self.model}-{self.prompt}{f'-{self.prompts}-prompts' if self.prompts > 1 else ''}"
+
+    @property
+    def typed(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
 
     @property
     def rounds(self) -> int:
@@ -223,7 +227,7 @@ def compare(case: Case, env: Environment, providers: dict[str, tuple[Any, Any]],
     same = next((n for n, text in enumerate(first) if any(other[n] != text for other in others)), len(first))
     parameters = sum(x.numel() for x in next(iter(providers.values()))[1].parameters())
     unit = "prompt" if case.served else "token"
-    dtype, differ = str(case.dtype).removeprefix("torch."), f"tokens differ from {unit} {same} on"
+    dtype, differ = case.typed, f"tokens differ from {unit} {same} on"
     base = "transformers sdpa" if "transformers sdpa" in samples else "saccade"
     for name, seconds in samples.items():
         token = timing(seconds)
@@ -249,8 +253,10 @@ def main() -> None:
         write(args.out, with_drafts(args.model, env))
         return
     here = (case for case in CASES if args.only in case.name and case.device == args.device)
-    picked = chosen(here, args.part)
-    write(args.out, (row for case in picked for row in run(case, env)))
+    earlier = kept(args.out, env) if args.resume else []
+    done = {(row.case, row.dtype) for row in earlier}
+    picked = [case for case in chosen(here, args.part) if (case.name, case.typed) not in done]
+    write(args.out, (row for case in picked for row in run(case, env)), earlier)
 
 
 if __name__ == "__main__":

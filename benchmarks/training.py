@@ -29,11 +29,12 @@ from training_peers import NOT_COMPILED, PEERS
 
 from saccade.cli.bench.clocks import timing
 from saccade.cli.bench.machine import Environment, environment, gpu_environment
-from saccade.cli.bench.rows import Row, note, write
+from saccade.cli.bench.rows import Row, kept, note, write
 
 # steps of a process that are not timed: they compile and allocate
 FIRST = 3
 SEEDS, LAST, EVERY = 2, 20, 10
+MASKS = {"documents": "causal() & documents(...)", "causal": "causal()"}
 
 
 def child(job: dict[str, Any]) -> None:
@@ -109,6 +110,11 @@ class Run:
             self.figures |= self._read()
         self.process.communicate()
 
+    @property
+    def error(self) -> str:
+        """Why it has not taken all its steps; empty if it has."""
+        return self.figures.get("error", "")
+
     def _read(self) -> dict[str, Any]:
         if self.process.poll() is None:
             print(file=self.process.stdin, flush=True)
@@ -116,11 +122,17 @@ class Run:
             if line.startswith("{"):
                 return json.loads(line)
         self.errors.seek(0)
-        return {"error": self.errors.read().strip().splitlines()[-1][:200]}
+        lines = self.errors.read().strip().splitlines()
+        return {"error": lines[-1][:200] if lines else f"ended with status {self.process.wait()}"}
 
 
 def trained(peers: list[str], settings: dict[str, Any], device: str) -> dict[str, Run]:
-    """Runs of all peers, whose steps take turns."""
+    """Runs of all peers, whose steps take turns on a CPU. On a GPU they could not share the memory.
+
+    There each run begins after the end of the one before.
+    """
+    if device != "cpu" and len(peers) > 1:
+        return {peer: run for one in peers for peer, run in trained([one], settings, device).items()}
     runs = {peer: Run(peer, settings, device) for peer in peers}
     for _ in range(settings["steps"]):
         for run in runs.values():
@@ -145,25 +157,26 @@ def chosen_peers(args: argparse.Namespace, documents: bool) -> list[str]:
     return [name for name in every if PEERS[name].device in ("cpu", args.device) and args.only in name]
 
 
-def speeds(args: argparse.Namespace, env: Environment) -> Iterator[Row]:
-    """A row for each context, dtype, mask and attention."""
-    for context in args.context:
-        for dtype in args.dtype:
-            for mask in args.masks:
-                yield from compared(args, env, context, dtype, mask == "documents")
+def speeds(args: argparse.Namespace, env: Environment, earlier: list[Row]) -> Iterator[Row]:
+    """A row for each context, dtype, mask and attention that the earlier rows lack."""
+    done = {(row.case, row.dtype, row.mask) for row in earlier}
+    for context, dtype, mask in product(args.context, args.dtype, args.masks):
+        if (f"{args.preset}-{context}", dtype, MASKS[mask]) not in done:
+            yield from compared(args, env, context, dtype, mask)
 
 
-def compared(args: argparse.Namespace, env: Environment, context: int, dtype: str, documents: bool) -> Iterator[Row]:
+def compared(args: argparse.Namespace, env: Environment, context: int, dtype: str, mask: str) -> Iterator[Row]:
     """The rows of one mask; Saccade's has its ratio to the best peer, step by step."""
-    runs = trained(chosen_peers(args, documents), settings_of(args, context, dtype, args.steps), args.device)
-    times = {peer: np.array([step["seconds"] for step in run.steps[FIRST:]]) for peer, run in runs.items()}
-    ours = next((times[peer] for peer in times if peer.startswith("saccade")), np.array([]))
-    ratios = [np.median(times[peer] / ours) for peer in times if not peer.startswith("saccade") and len(times[peer])]
+    runs = trained(chosen_peers(args, mask == "documents"), settings_of(args, context, dtype, args.steps), args.device)
+    whole = {peer: run for peer, run in runs.items() if not run.error}
+    times = {peer: np.array([step["seconds"] for step in run.steps[FIRST:]]) for peer, run in whole.items()}
+    ours = next((times[peer] for peer in times if peer.startswith("saccade")), None)
+    others = [times[peer] for peer in times if not peer.startswith("saccade")] if ours is not None else []
+    ratios = [np.median(other / ours) for other in others]
     for peer, run in runs.items():
-        mask = "causal() & documents(...)" if documents else "causal()"
-        row = Row(*env, f"{args.preset}-{context}", peer, "train", dtype, mask=mask)
-        if not run.steps:
-            yield replace(row, note=run.figures["error"])
+        row = Row(*env, f"{args.preset}-{context}", peer, "train", dtype, mask=MASKS[mask])
+        if run.error:
+            yield replace(row, note=run.error)
             continue
         token, count = timing(times[peer].tolist()), max(1, args.tokens // context) * context
         values = {
@@ -183,8 +196,8 @@ def curves(args: argparse.Namespace, env: Environment) -> Iterator[Row]:
         settings = settings_of(args, context, dtype, args.losses, seed)
         for peer, run in trained(chosen_peers(args, True), settings, args.device).items():
             base = Row(*env, f"{args.preset}-{context}", peer, "train", dtype, note=f"seed={seed}")
-            if not run.steps:
-                yield base.with_text(run.figures["error"])
+            if run.error:
+                yield base.with_text(run.error)
                 continue
             base = replace(base, rate_unit="nats a token")
             for number, step in enumerate(run.steps, 1):
@@ -200,7 +213,7 @@ def main() -> None:
     words.add_argument("--data", type=Path, required=True, help="a folder of tokens with the preset's vocabulary")
     words.add_argument("--preset", default="llama-30m")
     words.add_argument("--context", type=int, nargs="*", default=[1024, 4096])
-    words.add_argument("--masks", nargs="*", default=["documents", "causal"])
+    words.add_argument("--masks", nargs="*", default=list(MASKS), choices=list(MASKS))
     words.add_argument("--dtype", nargs="*", default=["float32", "bfloat16"])
     words.add_argument("--tokens", type=int, default=4096, help="of a step")
     words.add_argument("--steps", type=int, default=12)
@@ -208,7 +221,8 @@ def main() -> None:
     words.add_argument("--device", default="cpu")
     args = words.parse_args()
     env = (environment if args.device == "cpu" else gpu_environment)(args.commit)
-    write(args.out, (curves if args.losses else speeds)(args, env))
+    earlier = kept(args.out, env) if args.resume and not args.losses else []
+    write(args.out, curves(args, env) if args.losses else speeds(args, env, earlier), earlier)
 
 
 if __name__ == "__main__":

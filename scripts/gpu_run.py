@@ -54,8 +54,8 @@ def recurrent(part: str) -> Part:
 
 
 def training(preset: str, minutes: float) -> Part:
-    words = f"training.py {{rows}} --device cuda --preset {preset} --dtype bfloat16 --tokens 32768 --commit {{commit}}"
-    return Part(f"training-{preset}", minutes, (f"{words} --data {{tokens}}/{preset}",))
+    words = f"training.py {{rows}} --device cuda --preset {preset} --dtype bfloat16 --tokens 32768 --resume"
+    return Part(f"training-{preset}", minutes, (f"{words} --commit {{commit}} --data {{tokens}}/{preset}",))
 
 
 PARTS = (
@@ -82,7 +82,7 @@ PARTS = (
     training("llama-30m", 6),
     training("gpt2-124m", 8),
     training("llama-350m", 8),
-    Part("generation", 8, ("generation.py {rows} --device cuda --commit {commit}",)),
+    Part("generation", 8, ("generation.py {rows} --device cuda --commit {commit} --resume",)),
 )
 
 
