@@ -113,7 +113,7 @@ def test_rows_have_pictures() -> None:
     single |= {"nvidia-h200-eight-bits", "nvidia-h100-recurrent", "nvidia-h200"}
     single |= {"nvidia-h100-latent-training", "nvidia-h200-head-sizes", "nvidia-h200-triton-3.9", "cpu-methods"}
     single |= {"cpu-latent-decode", "cpu-selected", "cpu-batch-invariant", "cpu-forward-mode"}
-    single |= {"cpu-outputs", "cpu-drafts"}
+    single |= {"cpu-outputs", "cpu-drafts", "cpu-training", "cpu-generation"}
     assert {path.stem for path in RESULTS.glob("*.csv")} - single <= drawn
 
 
