@@ -31,16 +31,12 @@ def generate(
         list[str] | None, typer.Option(help="Text to continue; repeat the option for a batch. (the start of a class)")
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="File of prompts, one per line, or of JSON strings.")] = None,
-    batch: Annotated[
-        int | None, typer.Option(help="Prompts of --prompts that are continued at the same time. (8)")
-    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Prompts of --prompts that run at the same time. (8)")] = None,
     tokens: Annotated[int, typer.Option(help="Largest number of new tokens.")] = 200,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.7,
     top_k: Annotated[int, typer.Option(help="Draw from the k likeliest tokens; 0 from all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Draw from the fewest tokens whose probabilities reach this sum.")] = 0.9,
-    sinks: Annotated[
-        int | None, typer.Option(help="With --window: keep the keys of this many first tokens. (4)")
-    ] = None,
+    sinks: Annotated[int | None, typer.Option(help="With --window: first tokens whose keys are kept. (4)")] = None,
     window: Annotated[int, typer.Option(help="Keep only the keys of this many last tokens; 0 keeps all.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     chunk: Annotated[int, typer.Option(help="Tokens of the prompt read at a time.")] = 256,
@@ -60,7 +56,6 @@ def generate(
     """
     share_cores()
     numbers = {"tokens": tokens, "batch": batch, "chunk": chunk, "window": window, "sinks": sinks, "seed": seed}
-    numbers = {name: value for name, value in numbers.items() if value is not None}
     numbers |= {"rows": rows, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     with show.plain_errors("generate", "train"):
         check_options(prompt, prompts, dtype, numbers, backend)
@@ -123,12 +118,13 @@ def loaded(folder: Path, dtype: str, device: str) -> tuple[Any, Tokenizer]:
 
 
 def check_options(
-    prompt: list[str] | None, prompts: Path | None, dtype: str, numbers: dict[str, float], backend: str | None
+    prompt: list[str] | None, prompts: Path | None, dtype: str, numbers: dict[str, Any], backend: str | None
 ) -> None:
     """Raises ValueError for numbers out of range and for options that exclude each other."""
     from saccade.models.fields import OPTIONS, check_fields
     from saccade.models.settings import DTYPES
 
+    numbers = {name: value for name, value in numbers.items() if value is not None}
     check_fields(numbers, OPTIONS, spelled=show.flag)
     if prompts is not None and prompt:
         raise ValueError("both --prompt and --prompts are given; expected one of them")

@@ -149,8 +149,8 @@ def _advance(
     drawing: list[tuple[_Running, Tensor]] = []
     for one, rows in zip(running, logits, strict=True):
         if not one.unread:
-            begins = first is not None and one in reading
-            drawing.append((one, allow(rows, first[one.number : one.number + 1]) if begins else rows))
+            begins = None if first is None or one not in reading else first[one.number : one.number + 1]
+            drawing.append((one, rows if begins is None else allow(rows, begins)))
     if not any(one.text.draft for one, _ in drawing):
         for (one, _), token in zip(drawing, _draw(drawing, sampler), strict=True):
             one.text.draw(token)

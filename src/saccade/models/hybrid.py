@@ -21,7 +21,7 @@ from ..caches.paged import PagedKVCache
 from ..distributed.context import ContextParallel, Where
 from ..mask import Mask
 from ..rope import angles
-from .blocks import Attention, Decoder, GatedAttention, RMSNorm, SwiGLU
+from .blocks import Attention, Decoder, GatedAttention, Linear, RMSNorm, SwiGLU
 from .deepseek import LatentAttention
 from .experts import Experts, Router, SharedExperts
 from .gated_blocks import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention, Retention
@@ -97,7 +97,7 @@ def make_mixer(config: HybridConfig, kind: str) -> nn.Module:
     if kind in ATTENTION:
         attention = GatedAttention(c) if kind == "gated" else Attention(c)
         if c.output_bias:
-            attention.o_proj = nn.Linear(attention.heads * attention.head_dim, c.hidden_size)
+            attention.o_proj = Linear(attention.heads * attention.head_dim, c.hidden_size)
         return attention
     if kind == "mamba":
         return Mamba(

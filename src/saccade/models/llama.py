@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +99,7 @@ class Llama(Decoder):
             if self.device not in self._frequencies:
                 self._frequencies[self.device] = torch.from_numpy(frequencies).to(self.device)
             frequencies = self._frequencies[self.device]
-        options = {"base": self.config.rope_theta, "frequencies": frequencies, "factor": factor}
+        options: dict[str, Any] = {"base": self.config.rope_theta, "frequencies": frequencies, "factor": factor}
         return angles(self.model.embed_tokens.weight, positions, self.config.head_dim, **options)
 
     @property
