@@ -102,6 +102,8 @@ CASES = [
 LONG = 100_000
 # how many prompts are drawn for at a time
 BATCH = 16
+# how transformers draws
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 # a function that is repeated, as when a text is edited; the model continues its third copy
 METHOD = """    def seek(self, offset, whence=0):
@@ -131,8 +133,7 @@ def theirs(model: Any, prompts: Prompts, tokens: int) -> Drawn:
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
     ids = torch.tensor(prompts, device=model.device)
-    greedy = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    model.generate(ids, attention_mask=torch.ones_like(ids), stopping_criteria=[go_on], **greedy)
+    model.generate(ids, attention_mask=torch.ones_like(ids), stopping_criteria=[go_on], max_new_tokens=tokens, **GREEDY)
     return drawn
 
 
@@ -145,12 +146,13 @@ def ours_served(model: Any, prompts: Prompts, tokens: int) -> Drawn:
 def theirs_served(model: Any, prompts: Prompts, tokens: int) -> Drawn:
     """The same by transformers, for BATCH prompts after each other, with padding before shorter prompts."""
     texts: list[list[int]] = []
-    greedy = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     for start in range(0, len(prompts), BATCH):
         some = prompts[start : start + BATCH]
         longest = max(map(len, some))
         ids = torch.tensor([[0] * (longest - len(one)) + one for one in some], device=model.device)
-        texts += model.generate(ids, attention_mask=(ids > 0).long(), **greedy)[:, longest:].tolist()
+        texts += model.generate(ids, attention_mask=(ids > 0).long(), max_new_tokens=tokens, **GREEDY)[
+            :, longest:
+        ].tolist()
     return [(time.perf_counter(), text) for text in texts]
 
 

@@ -32,8 +32,8 @@ def run(*words: str | Path, **more: object) -> None:
 
 
 def there() -> bool:
-    """Whether Python runs here."""
-    return all(map(shutil.which, (QEMU, COMPILER))) and (FOLDER / "complete").exists()
+    """Whether Python runs here, with a compiled core."""
+    return all(map(shutil.which, (QEMU, COMPILER))) and (FOLDER / "complete").exists() and CORE.exists()
 
 
 def download() -> None:
@@ -78,8 +78,10 @@ def compile_core() -> None:
         words = (f"-D{name}={value}" for name, value in defined.items())
         run("cmake", "-S", ROOT, "-B", BUILD, "-G", "Ninja", *words, stdout=subprocess.DEVNULL)
     run("cmake", "--build", BUILD, stdout=subprocess.DEVNULL)
-    # the build names it for the Python that runs here
-    shutil.copy(next(BUILD.glob("_core*.so")), CORE)
+    # the build names it for the Python that runs here; replaced at once, because a process may have the old one open
+    fresh = CORE.with_suffix(".part")
+    shutil.copy(next(BUILD.glob("_core*.so")), fresh)
+    fresh.replace(CORE)
 
 
 def python(chip: str = "max") -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,7 +16,6 @@ from .blocks import Decoder
 from .drafts import Draft, Text, Tree, depth_of, walk
 from .experts import Experts
 from .replay import AHEAD, PagedSteps, replayable
-from .sampler import not_finite
 from .sampling import Sampler, allow, check_lengths
 from .stores import PagedTokens
 
@@ -165,18 +165,14 @@ def _draw(drawing: Sequence[tuple[_Running, Tensor]], sampler: Sampler) -> list[
     """The next token of each prompt, drawn at once from its logits [1, vocab], by its own generator."""
     if not drawing:
         return []
-    tokens, finite = sampler.choose(torch.cat([rows for _, rows in drawing]), [one.generator for one, _ in drawing])
-    if not finite.all():
-        raise not_finite(finite, {row: one.number for row, (one, _) in enumerate(drawing)})
-    return tokens.tolist()
+    numbers = {row: one.number for row, (one, _) in enumerate(drawing)}
+    rows = torch.cat([rows for _, rows in drawing])
+    return sampler.draw(rows, [one.generator for one, _ in drawing], numbers).tolist()
 
 
 def _accept(one: _Running, logits: Tensor, sampler: Sampler, layers: Sequence[PagedKVCache], *, drafted: bool) -> None:
     """Draw tokens of a prompt as far as its draft has them, and the one after; drop the rest of the draft."""
-
-    def draw(rows: Tensor) -> Tensor:
-        return torch.tensor(_draw([(one, rows)], sampler))
-
+    draw = partial(sampler.draw, generator=one.generator, numbers={0: one.number})
     (path,) = walk([one.text], [one.tree], logits[None], draw)
     if drafted and one.text.draft is not None:
         one.text.draft.count(1, len(path))

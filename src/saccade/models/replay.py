@@ -212,7 +212,7 @@ class PagedSteps:
         backend: str | None = None,
         capture: Capture = captured,
     ) -> None:
-        self.model, self.layers, self.rows = model, layers, len(generators)
+        self.layers, self.rows = layers, len(generators)
         spare = [x.add() for x in layers]
         for x, one in zip(layers, spare, strict=True):
             x.reserve([one], np.array([0, 1]))

@@ -30,14 +30,15 @@ class Sampler:
     def __post_init__(self) -> None:
         check_fields(vars(self), OPTIONS)
 
-    def draw(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    def draw(self, logits: Tensor, generator: Generators = None, numbers: Mapping[int, int] | None = None) -> Tensor:
         """logits [B, vocab] -> int64 [B]; logits of −inf are never drawn.
 
+        generator: as in `choose`; numbers: of the prompts in the rows, for the error.
         Raises FloatingPointError if a row has NaN, +inf, or nothing above −inf.
         """
         drawn, finite = self.choose(logits, generator)
         if not finite.all():
-            raise not_finite(finite)
+            raise not_finite(finite, numbers)
         return drawn
 
     def choose(self, logits: Tensor, generator: Generators = None) -> tuple[Tensor, Tensor]:
