@@ -33,8 +33,8 @@ class Plan:
 
     parts: at most 4, disjoint in (t, j). num_splits, split_keys: number and size of the ranges of keys that decode
     processes in parallel; split_keys is 0 if it does not split. owners: work items that share the gradient of one key
-    head. All these depend only on the shapes, never on the number of threads, so results have the same bits with any
-    number of threads. order: int32 [Tk] or None; key j of the plan is key order[j] of the call.
+    head. All these depend on the shapes and the mask alone, so results have the same bits with any number of threads.
+    order: int32 [Tk] or None; key j of the plan is key order[j] of the call.
     """
 
     tile_q: int
@@ -125,6 +125,8 @@ def _plan(p: Problem, limits: Limits, parts: tuple[Part, ...] | LoweredHeads, or
         else:
             cuts = [Cut(1, 0, heads.masks)] if p.selection is not None else cut(heads, p.Tq, p.Tk)
             parts = tuple(part_of_cut(c, heads, p, limits, tile_q) for c in cuts)
+    if limits.stage and len(parts) == 1 and p.selection is None and p.Tq > limits.few_queries:
+        parts = (parts[0].in_stages(p.Tk, limits.stage),)
     sizes = p.B, p.Hq, p.Hk, p.Tq, p.Tk
     return Plan(tile_q, limits.tile_k, parts, *_split(p, limits, parts), _owners(p, limits, parts), *sizes, order)
 
@@ -149,7 +151,10 @@ def _owners(p: Problem, limits: Limits, parts: Sequence[Part]) -> int:
         # as for one batch entry; more owners than tiles would only add zeros
         return max(1, min(limits.owners // p.Hk, limits.most_owners, parts[0].n_tiles))
     heads = max(1, p.B * p.Hk)
-    sums = heads * p.Tk * (p.D + p.Dv + 32) * np.dtype(p.accumulator).itemsize
+    keys = max(part.rows_of_sums(p.Tk) for part in parts) if limits.stage else p.Tk
+    sums = heads * keys * (p.D + p.Dv + 32) * np.dtype(p.accumulator).itemsize
+    if p.scores.gates:
+        sums += p.B * p.Hq * p.Tk * 8
     tiles = max(part.n_tiles for part in parts) // 8
     return max(1, min(limits.owners // heads, limits.most_owners, tiles, limits.owner_bytes // max(1, sums)))
 

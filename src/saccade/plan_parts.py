@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,8 @@ class Limits:
     no segment is FULL where bits must not depend on the batch, because kernels round pairs that they test differently.
     Decode splits the keys of one query, or of up to few_queries over at least split_from keys, into about `lanes` work
     items of at least split_least keys. A backward has about `owners` work items, at most most_owners per key head,
-    whose sums of key gradients take at most owner_bytes.
+    whose sums of key gradients take at most owner_bytes. stage: tiles of queries in one stage of a backward, a multiple
+    of 4; 0 if the device has no stages.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Limits:
     owners: int = 16
     most_owners: int = 8
     owner_bytes: int = 1 << 28
+    stage: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +96,10 @@ class Part:
     the batch entry of each, None if all entries have all classes. Every row is in exactly one class. masks take (t, j)
     of the whole problem and no longer contain the stride, which is constant within a class. head: int32 [Hq], the mask
     of each query head. Bm: 1 or B. n_tiles: tiles of the longest class.
+
+    stages: int32 [n, 3], None for one stage of everything. A backward computes the tiles from stages[i, 0] to
+    stages[i + 1, 0] in stage i. They see no key from stages[i, 2] on, and neither they nor later tiles see a key before
+    stages[i, 1].
     """
 
     step: int
@@ -107,6 +113,7 @@ class Part:
     n_tiles: int
     Bm: int
     entry: Int32 | None = None
+    stages: Int32 | None = None
 
     def tiled(self, tile_q: int, chunk: int, quantum: int) -> Ranges:
         """Keys that each tile of `tile_q` rows visits, for kernels whose tiles differ from the plan's."""
@@ -119,6 +126,25 @@ class Part:
         view = _view(self.step, self.k_start, self.q_start, self.nk, self.nq, tile_k)
         return _ranges(masks, view, self.Bm, chunk, quantum, self.entry)
 
+    def in_stages(self, Tk: int, size: int) -> Part:
+        """The same part with stages of `size` tiles, if those of each stage see at most half of the keys of a call."""
+        whole = self.step > 1 or len(self.nq) > 1 or self.entry is not None or self.q_start[0] or self.k_start[0]
+        if whole or not len(self.ranges.seg):
+            return self
+        ptr, seg = self.ranges.ptr.astype(np.int64), self.ranges.seg
+        none = ptr[1:] == ptr[:-1]
+        first = np.where(none, Tk, seg[np.minimum(ptr[:-1], len(seg) - 1), 0]).reshape(-1, self.n_tiles).min(0)
+        last = np.where(none, 0, seg[ptr[1:] - 1, 1]).reshape(-1, self.n_tiles).max(0)
+        first, last = np.minimum.accumulate(first[::-1])[::-1], np.maximum.accumulate(last)
+        tiles = np.arange(0, self.n_tiles, size)
+        ends = np.maximum(last[np.minimum(tiles + size, self.n_tiles) - 1], first[tiles])
+        stages = np.stack([tiles, first[tiles], ends], 1).astype(np.int32)
+        return self if 2 * _rows(stages) > Tk else replace(self, stages=stages)
+
+    def rows_of_sums(self, Tk: int) -> int:
+        """How many keys have sums of gradients at one time."""
+        return Tk if self.stages is None else _rows(self.stages)
+
     def total(self, numbers: Int64, B: int) -> int:
         """The sum, over the batch and all query heads, of a number per tile in order of `ranges.ptr`."""
         heads = np.bincount(self.head, minlength=len(self.masks)) * (B if self.Bm == 1 and self.entry is None else 1)
@@ -130,6 +156,10 @@ class Part:
         rows = np.clip(self.nq.reshape(-1, 1).astype(np.int64) - np.arange(0, int(self.nq.max()), tile_q), 0, tile_q)
         shape = len(self.nq), len(self.masks) * self.Bm, rows.shape[1]
         return self.total(keys.reshape(shape) * rows[:, None], B)
+
+
+def _rows(stages: Int32) -> int:
+    return int((stages[:, 2] - stages[:, 1]).max())
 
 
 def part_of_cut(c: Cut, heads: LoweredHeads, p: Problem, limits: Limits, tile_q: int) -> Part:

@@ -35,6 +35,48 @@ def test_sparse_at_131072_stays_under_a_gibibyte(mask):
     assert growth(mask) < 1.0
 
 
+MILLION = """
+import resource
+import ml_dtypes, numpy as np, saccade
+from saccade import mask
+T = 1_000_000
+q, k, v, do = (np.ones((1, T, 1, 64), ml_dtypes.bfloat16) for _ in range(4))
+m = mask.causal() & mask.window(255, 0)
+o, lse = saccade.attention(q, k, v, m, return_lse=True)
+saccade.attention_backward(do, q, k, v, o, lse, m)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+DENSE = """
+import numpy as np, saccade
+from saccade import mask
+def now():
+    return int(open("/proc/self/statm").read().split()[1]) * 4
+allowed = np.random.default_rng(0).integers(0, 2, (8192, 8192), dtype=np.uint8).view(bool)
+q = np.ones((1, 8192, 1, 16), np.float32)
+before = now()
+m = mask.dense(allowed)
+saccade.attention(q, q, q, m)
+del allowed
+print(now() - before)
+"""
+
+
+def kilobytes(program: str) -> int:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+@pytest.mark.timeout(300)
+def test_a_million_tokens_with_a_window():
+    # 1.02 GB of it are q, k, v, o and their gradients
+    assert kilobytes(MILLION) < 1.2e9 / 1024
+
+
+def test_kernels_read_a_dense_mask_as_bits():
+    # the mask has a copy of the array, 67 MB; its bits take 8.4 MB
+    assert kilobytes(DENSE) < 25_000
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_causal_at_131072_stays_under_a_gibibyte():

@@ -122,7 +122,7 @@ def put_grid(words: Words, grid: Grid, *, bits: bool = False) -> list[int]:
     """
     states = grid.states
     if bits:
-        states = np.packbits(states.transpose(0, 2, 1) != 0, axis=2, bitorder="little")
+        states = np.packbits(states.transpose(0, 2, 1), axis=2, bitorder="little")
         states = np.pad(states, [(0, 0), (0, 0), (0, -states.shape[2] % 4 + 4)])
     whole = np.zeros(-(-states.size // 4) * 4, np.uint8)
     whole[: states.size] = states.reshape(-1)

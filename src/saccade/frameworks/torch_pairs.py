@@ -126,7 +126,7 @@ def _factors(mask: Lowered, n: int, at: Where) -> list[tuple[Tensor, bool]]:
         return (rows.lo[b][along] <= across) & (across < rows.hi[b][along])
 
     def grid_holds(grid: forms.Grid) -> Any:
-        return grid.states[min(at.b, grid.batch - 1)][j // grid.block_k, t // grid.block_q] != 0
+        return grid.holds(t, j, at.b)
 
     use = mask.uses[n].tolist()
     factors: list[tuple[Tensor, bool]] = []

@@ -131,7 +131,7 @@ class _Excerpt:
             away = (q.at - k.at[:, None])[None]
             states = away % size == (phase if isinstance(phase, int) else phase[:, None, None])
             local[BITS + (2 if s > 0 else 3)] |= 1 << len(self.grids)
-            self.grids.append(Grid(1, 1, states.astype(np.uint8)))
+            self.grids.append(Grid.of(1, 1, states.transpose(0, 2, 1)))
             return local
         step, away = q.step, phase - (q.start - k.start)
         common = gcd(size, step)
@@ -174,7 +174,7 @@ class _Excerpt:
         lo, hi = np.maximum(lo, least), np.minimum(hi, most)
         inside = (lo < hi) & here
         seen = np.flatnonzero(inside.any(0))
-        if not len(seen) or any(of[BITS + 2] >> n & 1 and not g.states.any() for n, g in enumerate(self.grids)):
+        if not len(seen) or any(of[BITS + 2] >> n & 1 and not g.bits.any() for n, g in enumerate(self.grids)):
             return None
         shape = inside.shape
         first, last = np.broadcast_to(lo, shape)[inside].min(), np.broadcast_to(hi, shape)[inside].max()
@@ -209,7 +209,7 @@ def _rows(of: Rows, q: Places, k: Places) -> Rows:
 
 def _grid(of: Grid, q: Places, k: Places) -> Grid:
     (block_q, in_q), (block_k, in_k) = _blocks(of.block_q, q), _blocks(of.block_k, k)
-    return Grid(block_q, block_k, np.ascontiguousarray(of.states[:, in_k][:, :, in_q]))
+    return Grid.of(block_q, block_k, of.states[:, in_k][:, :, in_q].transpose(0, 2, 1))
 
 
 def _blocks(block: int, places: Places) -> tuple[int, Ints]:

@@ -20,6 +20,9 @@ D_LO, D_HI, K_LO, K_HI, Q_LO, Q_HI, STRIDE, PHASE = range(8)
 ROWS_IN, ROWS_OUT, GRIDS_IN, GRIDS_OUT = range(4)
 MAX_BANDS, MAX_ROWS, MAX_GRIDS = 8, 8, 4
 
+# side of the blocks in which a large array is transposed
+_BLOCK = 512
+
 Int32 = NDArray[np.int32]
 
 
@@ -48,23 +51,57 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Blocks: (t, j) is inside if states[b, j div block_k, t div block_q] is not 0.
+    """Blocks: (t, j) is inside if bit t div block_q of row j div block_k is set. A dense mask has blocks of 1.
 
-    states: uint8 [1 | B, key blocks, query blocks], key-major. A dense mask has blocks of 1.
+    bits: uint8 [1 | B, key blocks, bytes]; bit n of a row is bit n mod 8 of byte n div 8. n_q: query blocks. Each row
+    has three bytes more, so that kernels can read 32 bits from any of them.
     """
 
     block_q: int
     block_k: int
-    states: NDArray[np.uint8]
+    bits: NDArray[np.uint8]
+    n_q: int
+
+    @staticmethod
+    def of(block_q: int, block_k: int, inside: NDArray[Any]) -> Grid:
+        """The grid of an array [1 | B, query blocks, key blocks] that is not 0 where blocks are inside."""
+        batch, n_q, n_k = inside.shape
+        bits = np.zeros((batch, n_k, -(-n_q // 8) + 3), np.uint8)
+        # blocks that fit in a cache, because reading a large array by columns is slow
+        for t in range(0, n_q, _BLOCK):
+            for j in range(0, n_k, _BLOCK):
+                part = (inside[:, t : t + _BLOCK, j : j + _BLOCK] != 0).transpose(0, 2, 1)
+                part = np.packbits(part, axis=2, bitorder="little")
+                bits[:, j : j + _BLOCK, t // 8 : t // 8 + part.shape[2]] = part
+        return Grid(block_q, block_k, bits, n_q)
 
     @property
     def batch(self) -> int:
         """1 or B."""
-        return self.states.shape[0]
+        return self.bits.shape[0]
+
+    @property
+    def states(self) -> NDArray[np.uint8]:
+        """The blocks as bytes, 1 where they are inside: [1 | B, key blocks, query blocks]."""
+        return self._columns(self.bits, 0, self.n_q)
+
+    def columns(self, b: int, begin: int, end: int) -> NDArray[np.bool_]:
+        """Whether blocks of a batch entry are inside, [key blocks, end - begin], for the query blocks [begin, end)."""
+        return self._columns(self.bits[b if self.batch > 1 else 0], begin, end).view(np.bool_)
+
+    @staticmethod
+    def _columns(bits: NDArray[np.uint8], begin: int, end: int) -> NDArray[np.uint8]:
+        some = np.unpackbits(bits[..., begin // 8 : -(-end // 8)], axis=-1, bitorder="little")
+        return some[..., begin % 8 : begin % 8 + end - begin]
+
+    def holds(self, t: Any, j: Any, b: Any = 0) -> NDArray[np.bool_]:
+        """Whether pairs are inside; integers or integer arrays that broadcast."""
+        n = t // self.block_q
+        return (self.bits[np.minimum(b, self.batch - 1), j // self.block_k, n >> 3] >> (n & 7) & 1).astype(np.bool_)
 
     def transpose(self) -> Grid:
         """The same pairs with queries and keys exchanged."""
-        return Grid(self.block_k, self.block_q, np.ascontiguousarray(self.states.transpose(0, 2, 1)))
+        return Grid.of(self.block_k, self.block_q, self.states)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +149,7 @@ class Lowered:
             return a[b : b + 1] if len(a) > 1 else a
 
         rows = tuple(replace(r, lo=own(r.lo), hi=own(r.hi)) for r in self.rows)
-        grids = tuple(replace(g, states=own(g.states)) for g in self.grids)
+        grids = tuple(replace(g, bits=own(g.bits)) for g in self.grids)
         return Lowered(own(self.bands), self.uses, rows, grids)
 
     def test(self, t: Any, j: Any, b: Any = 0) -> NDArray[np.bool_]:
@@ -152,8 +189,7 @@ class Lowered:
             if use[ROWS_OUT] >> r & 1:
                 result &= ~inside
         for g, grid in enumerate(self.grids):
-            e = np.minimum(b, grid.batch - 1)
-            inside = grid.states[e, j // grid.block_k, t // grid.block_q] != 0
+            inside = grid.holds(t, j, b)
             if use[GRIDS_IN] >> g & 1:
                 result &= inside
             if use[GRIDS_OUT] >> g & 1:

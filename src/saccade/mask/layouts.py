@@ -18,9 +18,6 @@ from .terms import Terms
 
 __all__ = ["columns", "dense", "ranges", "tiles"]
 
-# rows and keys of the blocks in which an array is transposed
-_BLOCK = 512
-
 
 def columns(start: Any = None, stop: Any = None) -> Mask:
     """Key j is seen by rows start[j] <= t < stop[j].
@@ -200,12 +197,5 @@ def dense_terms(mask: Mask, context: Context) -> Terms:
 
 def _grid(layout: Any, bq: int, bk: int) -> Grid:
     array: Any = host(layout)
-    array = (array if array.dtype == np.bool_ else array != 0).view(np.uint8)
     array = array[None] if array.ndim == 2 else array if len(array) else np.zeros((1, *array.shape[1:]), np.uint8)
-    # blocks that fit the first-level cache make transposing a large array four times as fast
-    states = np.empty((len(array), array.shape[2], array.shape[1]), np.uint8)
-    for t in range(0, array.shape[1], _BLOCK):
-        for j in range(0, array.shape[2], _BLOCK):
-            block = array[:, t : t + _BLOCK, j : j + _BLOCK]
-            states[:, j : j + _BLOCK, t : t + _BLOCK] = block.transpose(0, 2, 1)
-    return Grid(bq, bk, states)
+    return Grid.of(bq, bk, array)

@@ -188,13 +188,12 @@ def _map_state(part: Any, view: View, c: int, b: int, edges: Ints, tiles: slice)
         some = (np.minimum.reduceat(lo, starts) <= last[:, None]) & (np.maximum.reduceat(hi, starts) > first[:, None])
         full = (np.maximum.reduceat(lo, starts) <= first[:, None]) & (np.minimum.reduceat(hi, starts) > last[:, None])
         return some, full
-    states = part.states[b if part.batch > 1 else 0]
     keys = int(view.k_start[c]) + view.step * np.stack([starts, edges[1:] - 1], 1)
     rows = int(view.q_start[c]) + view.step * np.stack([first, np.maximum(last, first)], 1)
-    rows = np.minimum(rows // part.block_q, states.shape[1] - 1)
+    rows = np.minimum(rows // part.block_q, part.n_q - 1)
     # no tile has rows of blocks before or after these
     before, behind = int(rows.min()), int(rows.max()) + 1
-    states, rows, keys = states[:, before:behind] != 0, rows - before, keys // part.block_k
+    states, rows, keys = part.columns(b, before, behind), rows - before, keys // part.block_k
     some = _pairs(np.logical_or, _pairs(np.logical_or, states, keys, 0), rows, 1)
     full = _pairs(np.logical_and, _pairs(np.logical_and, states, keys, 0), rows, 1)
     return some.T, full.T

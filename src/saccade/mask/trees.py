@@ -36,7 +36,7 @@ def tree(parents: Any) -> Mask:
 
     Windows and strides in the same mask count keys, not depths. A tree in depth-first order takes memory for Tk
     numbers, as does any tree in which the descendants of each node are at most 3 runs of nodes. Others take Tq · Tk
-    bytes.
+    bits.
 
     Args:
         parents: int [n] or [B, n], the parent of each node; it is listed before the node. −1 for a child of the prefix.
@@ -112,7 +112,7 @@ def tree_terms(mask: Mask, context: Context) -> Terms:
     number = begins.cumsum(-1) * seen
     runs = max(1, int(number.max(initial=0)))
     if runs > _RUNS:
-        return [context.part((key, "grid"), lambda: Grid(1, 1, _placed(seen.astype(np.uint8), start, Tk, 1)))]
+        return [context.part((key, "grid"), lambda: _grid(_placed(seen, start, Tk, 1)))]
     # every row sees the keys of the prefix, which are in the first table
     rows = [_rows(number == run, start, Tk, Tq * (run == 1)) for run in range(1, runs + 1)]
     return [context.part((key, run), partial(rows.__getitem__, run)) for run in range(runs)]
@@ -134,6 +134,10 @@ def _rows(seen: Bools, start: Any, Tk: int, prefix: int) -> Rows:
     lo = seen.argmax(-1) if seen.shape[-1] else np.zeros(seen.shape[:-1], np.int64)
     hi = _placed((lo + seen.sum(-1)).astype(np.int32), start, Tk, prefix)
     return Rows("k", _placed(lo.astype(np.int32), start, Tk, 0), hi)
+
+
+def _grid(keys: Bools) -> Grid:
+    return Grid.of(1, 1, keys.transpose(0, 2, 1))
 
 
 def _placed(nodes: NDArray[Any], start: Any, Tk: int, prefix: int) -> NDArray[Any]:

@@ -93,8 +93,8 @@ def probe_stream(n: int | None = None, megabytes: int = 512) -> float:
 
 
 def limits(problem: Problem) -> Limits:
-    """Tiles of 64 queries, which are the lanes of the kernels, and of 64 keys."""
-    return Limits(name="cpu", tile_q=64, tile_k=64)
+    """Tiles of 64 queries, which are the lanes of the kernels, and of 64 keys. A stage has work for all owners."""
+    return Limits(name="cpu", tile_q=64, tile_k=64, stage=128)
 
 
 def plan(problem: Problem) -> Plan:

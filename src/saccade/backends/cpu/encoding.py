@@ -23,8 +23,9 @@ def _words(*numbers: int) -> NDArray[np.int32]:
 def _of_part(p: Part) -> list[NDArray[np.int32]]:
     # entries of classes occur only with deterministic="batch", which the calls that bring their plan along refuse
     assert p.entry is None
-    sizes = _words(p.step, len(p.nq), p.n_tiles, len(p.masks), p.Bm, len(p.head))
-    arrays = p.q_start, p.k_start, p.nq, p.nk, p.head, p.ranges.ptr, p.ranges.seg
+    stages = np.empty((0, 3), np.int32) if p.stages is None else p.stages
+    sizes = _words(p.step, len(p.nq), p.n_tiles, len(p.masks), p.Bm, len(stages), len(p.head))
+    arrays = p.q_start, p.k_start, p.nq, p.nk, p.head, p.ranges.ptr, p.ranges.seg, stages
     return [sizes, *(x.reshape(-1) for x in arrays), *(x for mask in p.masks for x in _of_mask(mask))]
 
 
@@ -33,7 +34,7 @@ def _of_mask(m: Lowered) -> list[NDArray[np.int32]]:
     for rows in m.rows:
         words += [_words(*rows.lo.shape, rows.axis == "k"), rows.lo.reshape(-1), rows.hi.reshape(-1)]
     for grid in m.grids:
-        states = np.zeros(-(-grid.states.size // 4) * 4, np.uint8)
-        states[: grid.states.size] = grid.states.reshape(-1)
-        words += [_words(*grid.states.shape, grid.block_q, grid.block_k), states.view(np.int32)]
+        bits = np.zeros(-(-grid.bits.size // 4) * 4, np.uint8)
+        bits[: grid.bits.size] = grid.bits.reshape(-1)
+        words += [_words(*grid.bits.shape, grid.block_q, grid.block_k), bits.view(np.int32)]
     return words

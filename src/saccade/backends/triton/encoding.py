@@ -27,7 +27,7 @@ from .on_device import EVERY_PAIR, Intervals, segments
 NUMBERS = Place._fields[1:]
 # with blocks of at least 8 keys, the keys of a tile, at most 128, lie in at most 32 blocks
 LEAST_BLOCK = 8
-EVERYWHERE = Grid(1 << 30, 1 << 30, np.ones((1, 1, 1), np.uint8))
+EVERYWHERE = Grid.of(1 << 30, 1 << 30, np.ones((1, 1, 1), np.uint8))
 
 
 class Lists(NamedTuple):

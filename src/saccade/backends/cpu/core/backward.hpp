@@ -265,7 +265,7 @@ struct Backward : RowSums<typename K::sum> {
       const int64_t row = it.s.width / S::per;
       for (int64_t r = 0, run; r < n; r += run) {
         run = keys.run(first + r, n - r);
-        const int64_t j = keys.at(first + r), step = keys.step;
+        const int64_t j = keys.at(first + r) - c.stage.key, step = keys.step;
         mm<K>(run, ldv, pairs, it.dout, ldv, p_lanes + r * row, row, 1, dv + j * ldv, step * ldv, true, CHAIN / 2);
         mm<K>(run, ld, pairs, it.q, ld, s_lanes + r * row, row, 1, dk + j * ld, step * ld, true, CHAIN / 2);
       }
@@ -303,8 +303,9 @@ struct Backward : RowSums<typename K::sum> {
       for (int64_t w = 0; w < it.s.rows; ++w) {
         if (!it.s.allowed(static_cast<int>(w / N * N), j, partial)[w % N]) continue;
         const T weight = p[r * it.s.width + w], ds = s[r * it.s.width + w];
-        for (int64_t d = 0; d < c.Dv; ++d) dv[j * ldv + d] += weight * S::across(it.dout, ldv, w, d);
-        for (int64_t d = 0; d < c.D; ++d) dk[j * ld + d] += ds * S::across(it.q, ld, w, d);
+        T *dk_row = dk + (j - c.stage.key) * ld, *dv_row = dv + (j - c.stage.key) * ldv;
+        for (int64_t d = 0; d < c.Dv; ++d) dv_row[d] += weight * S::across(it.dout, ldv, w, d);
+        for (int64_t d = 0; d < c.D; ++d) dk_row[d] += ds * S::across(it.q, ld, w, d);
       }
     }
   }
@@ -382,24 +383,33 @@ struct Backward : RowSums<typename K::sum> {
     return bump.used;
   }
   // size of the sums of one task: dK rows, then dV rows
-  static int64_t sums(const Call& c) { return c.Tk * (round_up(c.D, N) + round_up(c.Dv, N)); }
+  static int64_t sums(const Call& c) { return c.sum_keys * (round_up(c.D, N) + round_up(c.Dv, N)); }
+
+  // keeps the sums of keys that the stage before has in common with this one
+  static void start_sums(const Call& c, T* sums, int64_t width) {
+    const int64_t kept = max64(0, c.before.key_end - c.stage.key);
+    const T* old = sums + (c.stage.key - c.before.key) * width;
+    if (kept) __builtin_memmove(sums, old, static_cast<size_t>(kept * width) * sizeof(T));
+    const int64_t fresh = c.stage.key_end - c.stage.key - kept;
+    __builtin_memset(sums + kept * width, 0, static_cast<size_t>(fresh * width) * sizeof(T));
+  }
 
   static void task(const Call& c, int64_t task, char* scratch) {
     Bump bump{scratch};
     Backward f(c, bump, wanted(c));
     const Part& part = *c.part;
     f.dk = static_cast<T*>(c.partial) + (task - c.first * c.splits) * sums(c);
-    f.dv = f.dk + c.Tk * f.ld;
-    if (!c.accumulate) __builtin_memset(f.dk, 0, static_cast<size_t>(sums(c)) * sizeof(T));
+    f.dv = f.dk + c.sum_keys * f.ld;
+    if (!c.accumulate) start_sums(c, f.dk, f.ld), start_sums(c, f.dv, f.ldv);
     const int64_t split = task % c.splits, hk = task / c.splits % c.Hk, b = task / c.splits / c.Hk;
     f.dgates = c.dgates ? c.dgates + task * c.G * c.Tk : nullptr;
     double* slopes = c.dslopes ? c.dslopes + task * c.G : nullptr;
     if (c.selection.lists) return f.of_selected(b, hk, split, bump);
     const int64_t heads = min64(c.G, wanted(c)), tiles = wanted(c) / heads;
     for (int64_t cls = 0; cls < part.classes; ++cls)
-      for (int64_t block = split; block * tiles < part.n_tiles; block += c.splits)
+      for (int64_t block = split; block * tiles < min64(part.n_tiles, c.stage.tile_end); block += c.splits)
         for (int64_t g0 = 0; g0 < c.G; g0 += heads) {
-          if (part.entry && part.entry[cls] != b) continue;
+          if (block * tiles < c.stage.tile || (part.entry && part.entry[cls] != b)) continue;
           const TaskIndex x{b, hk, cls, block, 0};
           f.keys = keys_of(part, cls);
           int64_t n = 0;
@@ -410,19 +420,24 @@ struct Backward : RowSums<typename K::sum> {
         }
   }
 
-  // adds the owners' sums of one (batch, key head) in ascending order
-  static void finish_keys(const Call& c, int64_t task) {
+  // adds the owners' sums of one (batch, key head) in ascending order, for the keys [begin, end)
+  static void finish_keys(const Call& c, int64_t task, int64_t begin, int64_t end) {
     const int64_t ld = round_up(c.D, N), ldv = round_up(c.Dv, N), hk = task % c.Hk, b = task / c.Hk;
     T* first = static_cast<T*>(c.partial) + (task - c.first) * c.splits * sums(c);
-    for (int64_t j = 0; j < c.Tk; ++j) {
+    // of keys that no tile sees
+    T no_dk[1024], no_dv[1024] = {};
+    for (T& x : no_dk) x = T(0) * static_cast<T>(c.scale);
+    for (int64_t j = begin; j < end; ++j) {
       if (j % 256 == 255) check_stop();
-      T *dk = first + j * ld, *dv = first + c.Tk * ld + j * ldv;
-      for (int64_t n = 1; n < c.splits; ++n) {
+      const bool seen = c.stage.key <= j && j < c.stage.key_end;
+      const int64_t row = j - c.stage.key;
+      T *dk = seen ? first + row * ld : no_dk, *dv = seen ? first + c.sum_keys * ld + row * ldv : no_dv;
+      for (int64_t n = 1; seen && n < c.splits; ++n) {
         const T* other = first + n * sums(c);
-        for (int64_t d = 0; d < c.D; ++d) dk[d] += other[j * ld + d];
-        for (int64_t d = 0; d < c.Dv; ++d) dv[d] += other[c.Tk * ld + j * ldv + d];
+        for (int64_t d = 0; d < c.D; ++d) dk[d] += other[row * ld + d];
+        for (int64_t d = 0; d < c.Dv; ++d) dv[d] += other[c.sum_keys * ld + row * ldv + d];
       }
-      for (int64_t d = 0; d < c.D; ++d) dk[d] *= static_cast<T>(c.scale);
+      for (int64_t d = 0; seen && d < c.D; ++d) dk[d] *= static_cast<T>(c.scale);
       write_row(c.dk, b * c.dk.stride[0] + j * c.dk.stride[1] + hk * c.dk.stride[2], c.D, dk);
       write_row(c.dv, b * c.dv.stride[0] + j * c.dv.stride[1] + hk * c.dv.stride[2], c.Dv, dv);
     }

@@ -70,11 +70,11 @@ Mask read_mask(PlanPart& p, nb::handle lowered) {
   for (nb::handle h : lowered.attr("grids")) {
     if (m.n_grids == 4) throw std::invalid_argument("a lowered mask holds at most 4 tile grids");
     Grid& g = m.grids[m.n_grids++];
-    const Bytes states = nb::cast<Bytes>(h.attr("states"));
-    p.owned.push_back(nb::borrow(h.attr("states")));
-    g.states = states.data();
-    g.batch_stride = states.shape(0) > 1 ? states.stride(0) : 0;
-    g.row_stride = states.stride(1);
+    const Bytes bits = nb::cast<Bytes>(h.attr("bits"));
+    p.owned.push_back(nb::borrow(h.attr("bits")));
+    g.bits = bits.data();
+    g.batch_stride = bits.shape(0) > 1 ? bits.stride(0) : 0;
+    g.row_stride = bits.stride(1);
     g.block_q = nb::cast<int>(h.attr("block_q"));
     g.block_k = nb::cast<int>(h.attr("block_k"));
   }
@@ -96,6 +96,10 @@ PlanPart* read_part(nb::handle source) {
   part.head = p->ints(source.attr("head"));
   part.ptr = p->ints(source.attr("ranges").attr("ptr"));
   part.seg = p->ints(source.attr("ranges").attr("seg"));
+  if (!source.attr("stages").is_none()) {
+    part.n_stages = static_cast<int>(nb::cast<Ints>(source.attr("stages")).shape(0));
+    part.stages = p->ints(source.attr("stages"));
+  }
   for (nb::handle lowered : source.attr("masks")) p->masks.push_back(read_mask(*p, lowered));
   part.n_masks = static_cast<int>(p->masks.size());
   part.masks = p->masks.data();

@@ -75,9 +75,24 @@ static bool absorbs(const Call& c, int64_t rows) {
   return false;
 }
 
+// the stages of a backward; several parts add to the same sums, so they have one stage
+static std::vector<Stage> stages_of(const Call& c, const std::vector<const Part*>& parts) {
+  const Part& p = *parts[0];
+  if (parts.size() > 1 || !p.n_stages) return {{0, INT64_MAX, 0, c.Tk, c.Tk}};
+  std::vector<Stage> stages;
+  for (const int32_t *x = p.stages, *end = x + 3 * p.n_stages; x < end; x += 3) {
+    if (!stages.empty()) stages.back().tile_end = x[0], stages.back().ready = x[1];
+    stages.push_back({x[0], INT64_MAX, x[1], x[2], c.Tk});
+  }
+  return stages;
+}
+
 void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
   const Kernels& k = kernels_of(c);
   c.threads = threads = worth(c, threads, BACKWARD_HEAD);
+  const std::vector<Stage> stages = stages_of(c, parts);
+  c.sum_keys = 0;
+  for (const Stage& x : stages) c.sum_keys = std::max(c.sum_keys, x.key_end - x.key);
   // a plan limits the memory of the sums by the number of owners; where that is fixed, fewer heads are computed at once
   const int64_t heads = c.B * c.Hk, each = c.splits * k.backward_sums(c) * number_size(c);
   const int64_t at_once = c.range ? std::min(heads, 1 + MOST_SUMS / std::max<int64_t>(1, each)) : heads;
@@ -109,14 +124,24 @@ void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
   }
   if (c.sums && parts.size() > 1) {
     c.only_sums = 1;
+    c.stage = stages[0];
     for (const Part* part : parts) c.part = part, gradients();
     each_row([&](int64_t row) { k.refine(c, row); });
     c.only_sums = 0, c.sums = nullptr;
   }
   for (; c.first < heads; c.first += at_once) {
-    for (size_t n = 0; n < parts.size(); ++n) c.part = parts[n], c.accumulate = n > 0, gradients();
-    const int64_t n = std::min(at_once, heads - c.first);
-    parallel(n, threads, [&](int64_t task) { k.backward_finish(c, c.first + task); });
+    c.before = {};
+    for (const Stage& stage : stages) {
+      c.stage = stage;
+      for (size_t n = 0; n < parts.size(); ++n) c.part = parts[n], c.accumulate = n > 0, gradients();
+      constexpr int64_t block = 1024;
+      const int64_t n = std::min(at_once, heads - c.first), begin = c.before.ready;
+      parallel(n * ((stage.ready - begin + block - 1) / block), threads, [&](int64_t task) {
+        const int64_t from = begin + task / n * block;
+        k.backward_finish(c, c.first + task % n, from, std::min(from + block, stage.ready));
+      });
+      c.before = stage;
+    }
   }
   for (const Part* part : parts) {
     c.part = part;

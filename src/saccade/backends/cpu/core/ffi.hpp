@@ -9,7 +9,7 @@
 namespace saccade {
 
 // changes with the order of the words, so that a stored program of another version is refused
-constexpr int32_t WORDS_VERSION = 1;
+constexpr int32_t WORDS_VERSION = 2;
 
 // the parts of a plan, which point into its words
 class EncodedPlan {
@@ -38,9 +38,11 @@ class EncodedPlan {
 
   void read_part(Part& p, std::vector<Mask>& masks) {
     p.step = next(), p.classes = next(), p.n_tiles = next(), p.n_masks = next(), p.mask_batches = next();
+    p.n_stages = next();
     const int64_t heads = next(), lists = int64_t{p.classes} * p.n_masks * p.mask_batches * p.n_tiles;
     p.q_start = take(p.classes), p.k_start = take(p.classes), p.nq = take(p.classes), p.nk = take(p.classes);
     p.head = take(heads), p.ptr = take(lists + 1), p.seg = take(3 * int64_t{p.ptr[lists]});
+    p.stages = take(3 * int64_t{p.n_stages});
     masks.resize(p.n_masks);
     for (Mask& m : masks) read_mask(m);
     p.masks = masks.data();
@@ -63,7 +65,7 @@ class EncodedPlan {
       const int64_t batches = next(), rows = next();
       g.row_stride = next(), g.block_q = next(), g.block_k = next();
       g.batch_stride = batches > 1 ? rows * g.row_stride : 0;
-      g.states = reinterpret_cast<const uint8_t*>(take((batches * rows * g.row_stride + 3) / 4));
+      g.bits = reinterpret_cast<const uint8_t*>(take((batches * rows * g.row_stride + 3) / 4));
     }
   }
 

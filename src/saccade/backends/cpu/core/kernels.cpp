@@ -63,8 +63,8 @@ int64_t backward_sums(const Call& c) {
 void backward(const Call& c, int64_t task, char* scratch) {
   by_kind(c, [&](auto* k) { Backward<std::remove_pointer_t<decltype(k)>>::task(c, task, scratch); });
 }
-void backward_finish(const Call& c, int64_t task) {
-  by_kind(c, [&](auto* k) { Backward<std::remove_pointer_t<decltype(k)>>::finish_keys(c, task); });
+void backward_finish(const Call& c, int64_t task, int64_t begin, int64_t end) {
+  by_kind(c, [&](auto* k) { Backward<std::remove_pointer_t<decltype(k)>>::finish_keys(c, task, begin, end); });
 }
 void backward_distances(const Call& c, int64_t task, char* scratch) {
   by_kind(c, [&](auto* k) { BiasGradient<std::remove_pointer_t<decltype(k)>>::distances(c, task, scratch); });

@@ -65,9 +65,19 @@ struct TileMask {
 
   ivec<T> grid_test(int n, int w, int64_t j) const {
     const Grid& g = mask->grids[n];
-    const uint8_t* row = g.states + batch * g.batch_stride + (j / g.block_k) * g.row_stride;
+    const uint8_t* row = g.bits + batch * g.batch_stride + (j / g.block_k) * g.row_stride;
+    // rows may be strided, repeated, or cut off at the end
+    const I first = t[w], last = t[w + lanes<T> - 1];
+    if (g.block_q == 1 && t[w + 1] == first + 1 && last == first + lanes<T> - 1) {
+      uint32_t word;
+      __builtin_memcpy(&word, row + (first >> 3), 4);
+      return -((isplat<T>(word >> (first & 7)) >> iota<T>()) & isplat<T>(1));
+    }
     ivec<T> r = {};
-    for (int l = 0; l < lanes<T>; ++l) r[l] = row[t[w + l] / g.block_q] ? -1 : 0;
+    for (int l = 0; l < lanes<T>; ++l) {
+      const I at = t[w + l] / g.block_q;
+      r[l] = -(row[at >> 3] >> (at & 7) & 1);
+    }
     return r;
   }
 

@@ -30,9 +30,9 @@ struct Rows {
   int on_keys;
 };
 
-// inside iff states[j / block_k][t / block_q] != 0
+// inside iff bit t / block_q of row j / block_k is set; 32 bits can be read from any byte of a row
 struct Grid {
-  const uint8_t* states;
+  const uint8_t* bits;
   int64_t batch_stride, row_stride;
   int block_q, block_k;
 };
@@ -61,6 +61,15 @@ struct Part {
   const int32_t* ptr;                          // [classes, n_masks, mask_batches, n_tiles] + 1
   const int32_t* seg;                          // [n, 3]: begin, end, kind, in keys of the class
   const Mask* masks;
+  // [n_stages, 3]: first query tile, first key and end of the keys of each stage of a backward; see Stage
+  int n_stages = 0;
+  const int32_t* stages = nullptr;
+};
+
+// A stage of a backward computes the query tiles from `tile` on, which see keys in [key, key_end). No later stage sees
+// keys below `ready`. Where tiles only see keys near their own, many stages share the memory of one.
+struct Stage {
+  int64_t tile = 0, tile_end = INT64_MAX, key = 0, key_end = 0, ready = 0;
 };
 
 // selected keys: row t sees key j only if j / block is in lists[b, hk, t / rows]; entries < 0 are no block
@@ -106,7 +115,9 @@ struct Call {
   int merge = 0;  // merge with o and lse of an earlier part
   int last = 1;   // sinks are added by the last part
   int splits = 1;
-  int64_t first = 0;  // backward: `partial` has the sums of (batch, key head) from this one on
+  int64_t first = 0;    // backward: `partial` has the sums of (batch, key head) from this one on
+  Stage stage, before;  // backward: what is computed now, and before; `partial` has room for sum_keys keys per owner
+  int64_t sum_keys = 0;
   int threads = 1;
   int64_t split_keys = 0, n_chunks = 0;
   int64_t range = 0;        // keys of one partial result, if no bit of a row may depend on the batch; see ordered.hpp
@@ -156,7 +167,7 @@ struct Kernels {
   int64_t (*backward_scratch)(const Call&);
   int64_t (*backward_sums)(const Call&);  // size of a task's sums, in numbers of the compute type
   void (*backward)(const Call&, int64_t task, char* scratch);
-  void (*backward_finish)(const Call&, int64_t task);
+  void (*backward_finish)(const Call&, int64_t task, int64_t begin, int64_t end);
   void (*backward_bias)(const Call&, int64_t task, char* scratch);
   void (*backward_distances)(const Call&, int64_t task, char* scratch);
   int64_t (*tangent_tasks)(const Call&);
