@@ -100,9 +100,8 @@ def make_plan(problem: Problem, limits: Limits, parts: tuple[Part, ...] | Lowere
     sizes = p.B, p.Hq, p.Hk, p.Tq, p.Tk, p.D, p.Dv
     # the rows of a list of selected keys are not divided by strides
     whole = p.selection is not None
-    key, plan = (
-        (None, None) if parts else _PLANS.get(p.others, (*sizes, p.accumulator, limits, whole, p.batch_invariant))
-    )
+    asked = *sizes, p.accumulator, limits, whole, p.batch_invariant, p.scores.gates
+    key, plan = (None, None) if parts else _PLANS.get(p.others, asked)
     if plan is None:
         heads = lower(p.others, p.B, p.Hq, p.Tq, p.Tk) if parts is None else parts
         plan = _plan(p, limits, heads)

@@ -25,9 +25,13 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+def kilobytes(program: str) -> int:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
 def growth(mask: str) -> float:
-    done = subprocess.run([sys.executable, "-c", GROWTH.format(mask=mask)], capture_output=True, text=True, check=True)
-    return int(done.stdout) / 2**20
+    return kilobytes(GROWTH.format(mask=mask)) / 2**20
 
 
 @pytest.mark.parametrize("mask", ["mask.causal() & mask.window(1024, 0)", "mask.strided(512)"])
@@ -59,11 +63,6 @@ saccade.attention(q, q, q, m)
 del allowed
 print(now() - before)
 """
-
-
-def kilobytes(program: str) -> int:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    return int(done.stdout)
 
 
 @pytest.mark.timeout(300)

@@ -63,3 +63,12 @@ def test_gradients_keep_their_bits(name, dtype, options, monkeypatch):
     assert len(stages) > 3
     for now, before in zip(gradients((Tq, Tk), mask(), dtype, OPTIONS[options]), expected, strict=True):
         assert now.tobytes() == before.tobytes()
+
+
+def test_gates_have_a_plan_of_their_own():
+    # the gradients of gates take memory for each owner, whatever was planned before
+    shape = 1, 1 << 18, 1 << 18, 32, 2, 64, 64
+    mask = sm.causal() & sm.window(4095, 0)
+    problems = [Problem(*shape, mask=mask, scores=Scores(scale=0.1, gates=gates)) for gates in (False, True, False)]
+    plain, gated, again = (make_plan(p, cpu.limits(p)).owners for p in problems)
+    assert gated < plain == again

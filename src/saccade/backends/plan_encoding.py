@@ -120,10 +120,11 @@ def put_grid(words: Words, grid: Grid, *, bits: bool = False) -> list[int]:
     States are bytes ordered by keys, or with `bits` bits ordered by queries, so that a tile can read its next 32 states
     as one word; steps then count words.
     """
-    states = grid.states
     if bits:
-        states = np.packbits(states.transpose(0, 2, 1), axis=2, bitorder="little")
+        states = grid.transpose().bits[..., :-3]
         states = np.pad(states, [(0, 0), (0, 0), (0, -states.shape[2] % 4 + 4)])
+    else:
+        states = grid.states
     whole = np.zeros(-(-states.size // 4) * 4, np.uint8)
     whole[: states.size] = states.reshape(-1)
     row = states.shape[2] // (4 if bits else 1)
