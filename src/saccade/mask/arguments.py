@@ -96,7 +96,7 @@ def _check(value: Any, where: str, name: str, ndims: tuple[int, ...], dtype: Any
         wrong = bool(value.size) and actual.kind not in ("iu" if dtype is None else "biu")
     if wrong:
         kind = "an integer" if dtype is None else "a boolean"
-        raise TypeError(f"{where}: {name} is {kind} array, got dtype {actual}")
+        raise TypeError(f"{where}: {name} has dtype {actual}, expected {kind} array")
     if value.ndim not in ndims:
         ranks = " or ".join(str(n) for n in ndims)
         raise ValueError(f"{where}: {name} has shape {tuple(value.shape)}, expected {ranks} dimensions")
