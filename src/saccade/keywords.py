@@ -38,7 +38,7 @@ INSTEAD = {
     "cu_seqlens": _PACKED,
     "cu_seqlens_q": _PACKED,
     "cu_seqlens_k": _PACKED,
-    "enable_gqa": "nothing: k and v may have fewer heads than q without an option",
+    "enable_gqa": "the call without it: k and v may have fewer heads than q",
 }
 
 

@@ -51,16 +51,16 @@ saccade.attention_backward(do, q, k, v, o, lse, m)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 DENSE = """
-import numpy as np, saccade
+import numpy as np, saccade, torch
 from saccade import mask
 def now():
     return int(open("/proc/self/statm").read().split()[1]) * 4
 allowed = np.random.default_rng(0).integers(0, 2, (8192, 8192), dtype=np.uint8).view(bool)
-q = np.ones((1, 8192, 1, 16), np.float32)
+q = {make}(np.ones((1, 8192, 1, 16), np.float32))
+saccade.attention(*[q[:, :64]] * 3)
 before = now()
-m = mask.dense(allowed)
+m = mask.dense({make}(allowed))
 saccade.attention(q, q, q, m)
-del allowed
 print(now() - before)
 """
 
@@ -71,9 +71,10 @@ def test_a_million_tokens_with_a_window():
     assert kilobytes(MILLION) < 1.2e9 / 1024
 
 
-def test_kernels_read_a_dense_mask_as_bits():
-    # the mask has a copy of the array, 67 MB; its bits take 8.4 MB
-    assert kilobytes(DENSE) < 25_000
+@pytest.mark.parametrize("make", ["np.asarray", "torch.from_numpy"])
+def test_a_dense_mask_stores_bits(make):
+    # the array has 67 MB; the mask and the kernels have its bits, 8.4 MB each
+    assert kilobytes(DENSE.format(make=make)) < 30_000
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ WRONG = {
     "need_weights": "write saccade.attention_weights",
     "softmax_scale": "write scale=",
     "alibi_slopes": "write bias=saccade.alibi",
-    "enable_gqa": "write nothing",
+    "enable_gqa": "write the call without it",
     "softcp": "write softcap=",
     "zzz": "write one of q, k, v, mask, scale",
 }

@@ -268,13 +268,17 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a list as stride": (lambda: masks.strided([2]), TypeError, r"strided: s is an integer, got \[2\]"),
     "a complex offset": (lambda: masks.causal(1 + 2j), TypeError, r"causal: offset is an integer, got \(1\+2j\)"),
     "a float as size": (lambda: masks.chunked(2.0), TypeError, "chunked: size is an integer, got 2.0"),
-    "a float of no dimensions": (lambda: masks.keys(np.array(2.5)), TypeError, "stop is an integer array, got dtype"),
-    "booleans as lengths": (lambda: masks.keys(torch.tensor([True])), TypeError, "stop is an integer array"),
+    "a float of no dimensions": (
+        lambda: masks.keys(np.array(2.5)),
+        TypeError,
+        "stop has dtype float64, expected an int",
+    ),
+    "booleans as lengths": (lambda: masks.keys(torch.tensor([True])), TypeError, "expected an integer array"),
     "a tensor as side": (lambda: masks.window(torch.tensor(3)), TypeError, "left is an integer, got an array"),
     "a tensor as count": (lambda: masks.global_tokens(torch.tensor(3)), TypeError, r"use int\(n\)"),
     "rows of two lengths": (lambda: masks.documents([[1], [2, 3]]), ValueError, "rows of different lengths"),
     "text": (lambda: masks.parse("causal(causal)"), ValueError, "offset is an integer"),
-    "a list of floats": (lambda: masks.keys([0.5]), TypeError, "stop is an integer array, got dtype float64"),
+    "a list of floats": (lambda: masks.keys([0.5]), TypeError, "stop has dtype float64, expected an int"),
 }
 
 

@@ -95,7 +95,7 @@ def test_what_is_read_and_what_is_refused() -> None:
     random_[:] = True
     assert copied.kind == "dense"
     assert not copied.evaluate(1, 1, 9, 9).all()
-    with pytest.raises(TypeError, match="from_dense: allowed is a boolean array, got dtype float"):
+    with pytest.raises(TypeError, match="from_dense: allowed has dtype float64, expected a boolean array"):
         sm.from_dense(np.zeros((3, 3)))
     with pytest.raises(ValueError, match="expected 2 or 3 dimensions"):
         sm.from_dense(np.zeros((1, 1, 3, 3), bool))

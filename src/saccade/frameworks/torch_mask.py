@@ -13,6 +13,7 @@ from torch.utils import _pytree
 
 from ..mask import Mask
 from ..mask.algebra import _rebuild  # pyright: ignore[reportPrivateUsage]
+from ..mask.bits import Bits
 from ..mask.contents import to_tensor
 from .call import memo_of
 
@@ -59,16 +60,23 @@ def _exported(mask: Mask | None) -> tuple[str, list[Any], list[Any]]:
 
 def used(structure: str, ints: list[Any], data: list[Any]) -> tuple[list[Any], list[Any]]:
     """The integers and arrays that belong to the mask of this structure."""
-    return list(ints[: structure.count("#")]), list(data[: structure.count("@")])
+    bits = structure.count("%")
+    return list(ints[: structure.count("#") + bits]), list(data[: structure.count("@") + bits])
 
 
 def _walk(mask: Mask, ints: list[Any], data: list[Any]) -> str:
     # `Mask.flatten` for tracing: it stores nothing with the mask, and integers may be symbolic
     parts: list[str] = []
     for leaf in mask.args:
-        array = isinstance(leaf, (Tensor, np.ndarray))
-        parts.append("_" if leaf is None else "@" if array else "#")
-        if leaf is not None:
+        if leaf is None:
+            parts.append("_")
+        elif isinstance(leaf, Bits):
+            parts.append("%")
+            ints.append(leaf.n)
+            data.append(leaf.packed)
+        else:
+            array = isinstance(leaf, (Tensor, np.ndarray))
+            parts.append("@" if array else "#")
             (data if array else ints).append(leaf)
     for child in mask.children:
         parts.append(_walk(child, ints, data))

@@ -25,6 +25,7 @@ from ..frameworks import torch_op as torch_op  # registers the operators
 from ..frameworks.torch_arguments import FORWARD
 from ..frameworks.torch_mask import used
 from ..mask import Mask
+from ..mask.bits import Bits
 
 # functions that add nodes to the graph; their types describe graphs of constants
 op: Any = opset23
@@ -223,8 +224,16 @@ def _keys(mask: Mask, x: _Positions) -> Any:
 
 
 def _dense(mask: Mask, x: _Positions) -> Any:
-    pairs = op.Cast(mask.args[0], to=ir.DataType.BOOL)
-    return op.Unsqueeze(pairs, op.Constant(value_ints=[1])) if len(mask.args[0].shape) == 3 else pairs
+    leaf = mask.args[0]
+    if isinstance(leaf, Bits):
+        powers = op.Cast(op.Constant(value_ints=[1 << n for n in range(8)]), to=ir.DataType.UINT8)
+        each = op.BitwiseAnd(op.Unsqueeze(leaf.packed, op.Constant(value_ints=[-1])), powers)
+        flat = op.Reshape(each, op.Constant(value_ints=[0] * (len(leaf.shape) - 1) + [-1]))
+        pairs = op.Slice(flat, *(op.Constant(value_ints=[n]) for n in (0, leaf.n, -1)))
+    else:
+        pairs = leaf
+    pairs = op.Cast(pairs, to=ir.DataType.BOOL)
+    return op.Unsqueeze(pairs, op.Constant(value_ints=[1])) if len(leaf.shape) == 3 else pairs
 
 
 def _multiple(x: Any, n: int) -> Any:

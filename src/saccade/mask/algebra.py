@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .bits import Bits
 from .contents import equal, freeze, host, snapshot, version
 
-# a leaf is None (a default), an integer, or an array (NumPy, or torch by reference)
+# a leaf is None (a default), an integer, an array (NumPy, or torch by reference), or Bits of an array
 Leaf = Any
 
 # from `kinds.KINDS`: how many leaves each kind of node has, and the kinds whose arrays are compared as booleans
@@ -79,7 +80,8 @@ class Mask:
     def flatten(self) -> tuple[str, list[Any], list[Any]]:
         """(structure, ints, data): the structure as text, and the integer and array leaves in the order of the text.
 
-        In the structure `_` is None, `#` an integer and `@` an array, as in `and(causal(_),window(#,#,_))`.
+        In the structure `_` is None, `#` an integer and `@` an array, as in `and(causal(_),window(#,#,_))`. `%` is an
+        array of booleans as bits: an integer, the size of the last dimension, and an array of bytes.
         """
         if self._flat is None:
             ints: list[Any] = []
@@ -124,8 +126,8 @@ class Mask:
         return _equal(self, other)
 
     def __hash__(self) -> int:
-        structure, ints, data = self.flatten()
-        return hash((structure, tuple(ints), tuple(tuple(a.shape) for a in data)))
+        leaves = tuple(tuple(leaf.shape) if is_array(leaf) else leaf for leaf in self.args)
+        return hash((self.kind, leaves, self.children))
 
     def map_arrays(self, function: Callable[[Any], Any]) -> Mask:
         """This mask with `function` applied to every array leaf."""
@@ -250,6 +252,10 @@ def _describe(mask: Mask, ints: list[Any], data: list[Any]) -> str:
     for leaf in mask.args:
         if leaf is None:
             parts.append("_")
+        elif isinstance(leaf, Bits):
+            parts.append("%")
+            ints.append(leaf.n)
+            data.append(leaf.packed)
         elif hasattr(leaf, "shape"):
             parts.append("@")
             data.append(leaf)
@@ -259,6 +265,15 @@ def _describe(mask: Mask, ints: list[Any], data: list[Any]) -> str:
     for child in mask.children:
         parts.append(_describe(child, ints, data))
     return mask.kind + "(" + ",".join(parts) + ")"
+
+
+# in a structure, by their sign: the next leaf from the iterators of integers and of arrays
+_LEAVES: dict[str, Callable[[Any, Any], Leaf]] = {
+    "_": lambda ints, data: None,
+    "#": lambda ints, data: next(ints),
+    "@": lambda ints, data: next(data),
+    "%": lambda ints, data: Bits(next(data), next(ints)),
+}
 
 
 @lru_cache(maxsize=1024)
@@ -279,7 +294,7 @@ def _read_node(text: str, at: int) -> tuple[Callable[[Any, Any], Mask], int]:
     leaves = ""
     children: list[Callable[[Any, Any], Mask]] = []
     while at < len(text) and text[at] != ")":
-        if text[at] in "_#@":
+        if text[at] in _LEAVES:
             leaves += text[at]
             at += 1
         else:
@@ -291,7 +306,7 @@ def _read_node(text: str, at: int) -> tuple[Callable[[Any, Any], Mask], int]:
         raise ValueError(f"{kind} in mask structure {text!r} has leaves {leaves!r}; expected {ARITY[kind]} and a ')'")
 
     def build(ints: Any, data: Any) -> Mask:
-        args = tuple(None if c == "_" else next(ints) if c == "#" else next(data) for c in leaves)
+        args = tuple(_LEAVES[c](ints, data) for c in leaves)
         return Mask(kind, args, tuple(child(ints, data) for child in children))
 
     return build, at + 1

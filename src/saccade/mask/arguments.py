@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .algebra import Leaf, Mask, is_array
+from .bits import Bits
 from .contents import freeze, host, is_tensor
 
 # B, Tq and Tk; None for a size that a mask does not determine
@@ -65,27 +66,40 @@ def array(value: Any, where: str, name: str, ndims: tuple[int, ...], dtype: Any 
     A torch tensor is stored by reference and not read (a 0-d one as [1]). Anything else becomes a read-only copy.
     Raises TypeError for another dtype and ValueError for another shape.
     """
-    kind = "an integer" if dtype is None else "a boolean"
     if is_tensor(value):
-        actual = value.dtype
+        _check(value, where, name, ndims, dtype)
+        return value.reshape(1) if value.ndim == 0 else value
+    value = freeze(value) if isinstance(value, np.ndarray) else _from_list(value, where, name)
+    _check(value, where, name, ndims, dtype)
+    if value.ndim == 0:
+        return int(value)
+    if dtype is not None or not value.size:
+        value = value.astype(dtype or np.int64)
+    value.flags.writeable = False
+    return value
+
+
+def bits(value: Any, where: str, name: str, ndims: tuple[int, ...]) -> Leaf:
+    """Like `array` for booleans; all but torch tensors are stored as bits."""
+    if is_tensor(value):
+        return array(value, where, name, ndims, np.bool_)
+    value = value if isinstance(value, np.ndarray) else _from_list(value, where, name)
+    _check(value, where, name, ndims, np.bool_)
+    return Bits.of(value if value.size else value.astype(np.bool_))
+
+
+def _check(value: Any, where: str, name: str, ndims: tuple[int, ...], dtype: Any) -> None:
+    actual = value.dtype
+    if is_tensor(value):
         wrong = actual.is_floating_point or actual.is_complex or (dtype is None and str(actual) == "torch.bool")
-        value = value.reshape(1) if value.ndim == 0 and 0 in ndims and not wrong else value
     else:
-        value = freeze(value) if isinstance(value, np.ndarray) else _from_list(value, where, name)
-        actual = value.dtype
         wrong = bool(value.size) and actual.kind not in ("iu" if dtype is None else "biu")
     if wrong:
-        raise TypeError(f"{where}: {name} is {kind} array, got dtype {actual}")
-    if isinstance(value, np.ndarray):
-        if value.ndim == 0 and 0 in ndims:
-            return int(value)
-        if dtype is not None or not value.size:
-            value = value.astype(dtype or np.int64)
-        value.flags.writeable = False
+        kind = "an integer" if dtype is None else "a boolean"
+        raise TypeError(f"{where}: {name} has dtype {actual}, expected {kind} array")
     if value.ndim not in ndims:
         ranks = " or ".join(str(n) for n in ndims)
         raise ValueError(f"{where}: {name} has shape {tuple(value.shape)}, expected {ranks} dimensions")
-    return value
 
 
 def ascending(value: Any, where: str, name: str) -> Leaf:

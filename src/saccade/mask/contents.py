@@ -1,9 +1,9 @@
 """Array leaves of a mask: how they are read, copied and compared, and how changes of their contents are detected.
 
-A leaf is a read-only NumPy array, or a torch tensor by reference. The memory of a CPU tensor can be written in ways
-that torch does not count (through NumPy, `.data`, another process), so its contents are compared with a snapshot each
-time. The contents of a CUDA tensor cannot be compared without waiting for the device. There torch's count of in-place
-writes decides, and nothing is cached while a CUDA graph is captured.
+A leaf is a read-only NumPy array, a torch tensor by reference, or the bits of one of them. The memory of a CPU tensor
+can be written in ways that torch does not count (through NumPy, `.data`, another process), so its contents are compared
+with a snapshot each time. The contents of a CUDA tensor cannot be compared without waiting for the device. There
+torch's count of in-place writes decides, and nothing is cached while a CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .bits import Bits, unpacked
+
 
 class _Snapshot(NamedTuple):
-    """The contents of a CPU tensor when it was last read. copy: None for a tensor that is never written to.
+    """The contents of a CPU tensor when it was last read.
 
+    copy: a tensor, or bits for booleans of two or more dimensions; None for a tensor that is never written to.
     raw: the contents as bytes if they are few, because bytes compare ten times as fast.
     """
 
@@ -33,6 +36,8 @@ class _Snapshot(NamedTuple):
         """Whether `now` equals the snapshot."""
         if self.raw is not None:
             return now.tobytes() == self.raw
+        if isinstance(self.copy, Bits):
+            return now.dtype == np.bool_ and bool(np.array_equal(self.copy.packed, Bits.of(now).packed))
         return np.array_equal(self.copy.numpy(), now)
 
 
@@ -50,6 +55,8 @@ def is_tensor(array: Any) -> bool:
 
 def readable(array: Any) -> bool:
     """Whether a leaf can be read without waiting: a NumPy array, or a CPU tensor that is not fake."""
+    if isinstance(array, Bits):
+        return readable(array.packed)
     if isinstance(array, np.ndarray):
         return True
     torch = sys.modules.get("torch")
@@ -69,9 +76,11 @@ def at_once(array: Any) -> NDArray[Any] | None:
 
 
 def host(array: Any) -> NDArray[Any]:
-    """An array leaf as a NumPy array: a view, or a copy from another device."""
+    """An array leaf as a NumPy array: a view, or a copy of bits or from another device."""
     if isinstance(array, np.ndarray):
         return array
+    if isinstance(array, Bits):
+        return unpacked(host(array.packed), 0, array.n)
     if hasattr(array, "detach"):
         return array.detach().cpu().numpy()
     return np.asarray(array)
@@ -121,6 +130,8 @@ def equal(a: Any, b: Any, bits: bool = False) -> bool:
         return True
     if not (readable(a) and readable(b)) or tuple(a.shape) != tuple(b.shape):
         return False
+    if isinstance(a, Bits) and isinstance(b, Bits):
+        a, b = a.packed, b.packed
     a, b = host(a), host(b)
     return bool(np.array_equal(a != 0, b != 0) if bits else np.array_equal(a, b))
 
@@ -138,7 +149,8 @@ def _read(tensor: Any) -> _Snapshot | None:
         return None
     if known is None or now.shape != tuple(known.copy.shape) or not known.holds(now):
         raw = now.tobytes() if now.nbytes <= _FEW_BYTES else None
-        known = _Snapshot(weakref.ref(tensor, _forget(id(tensor))), to_tensor(now), next(_numbers), raw)
+        copy = Bits.of(now) if now.dtype == np.bool_ and now.ndim > 1 else to_tensor(now)
+        known = _Snapshot(weakref.ref(tensor, _forget(id(tensor))), copy, next(_numbers), raw)
         _snapshots[id(tensor)] = known
     return known
 

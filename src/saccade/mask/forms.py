@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .bits import unpacked
+
 # unbounded, in a band
 INF = 1 << 30
 # columns of a band
@@ -63,15 +65,19 @@ class Grid:
     n_q: int
 
     @staticmethod
-    def of(block_q: int, block_k: int, inside: NDArray[Any]) -> Grid:
-        """The grid of an array [1 | B, query blocks, key blocks] that is not 0 where blocks are inside."""
-        batch, n_q, n_k = inside.shape
+    def of(block_q: int, block_k: int, inside: NDArray[Any], packed: int | None = None) -> Grid:
+        """The grid of an array [1 | B, query blocks, key blocks] that is not 0 where blocks are inside.
+
+        packed: the number of key blocks, if the last dimension of `inside` is bytes of eight blocks each, as in `Bits`.
+        """
+        batch, n_q, n_k = inside.shape if packed is None else (*inside.shape[:2], packed)
         bits = np.zeros((batch, n_k, -(-n_q // 8) + 3), np.uint8)
         # blocks that fit in a cache, because reading a large array by columns is slow
         for t in range(0, n_q, _BLOCK):
             for j in range(0, n_k, _BLOCK):
-                part = (inside[:, t : t + _BLOCK, j : j + _BLOCK] != 0).transpose(0, 2, 1)
-                part = np.packbits(part, axis=2, bitorder="little")
+                some, end = inside[:, t : t + _BLOCK], min(j + _BLOCK, n_k)
+                part = some[..., j:end] != 0 if packed is None else unpacked(some, j, end)
+                part = np.packbits(part.transpose(0, 2, 1), axis=2, bitorder="little")
                 bits[:, j : j + _BLOCK, t // 8 : t // 8 + part.shape[2]] = part
         return Grid(block_q, block_k, bits, n_q)
 
@@ -83,16 +89,11 @@ class Grid:
     @property
     def states(self) -> NDArray[np.uint8]:
         """The blocks as bytes, 1 where they are inside: [1 | B, key blocks, query blocks]."""
-        return self._columns(self.bits, 0, self.n_q)
+        return unpacked(self.bits, 0, self.n_q).view(np.uint8)
 
     def columns(self, b: int, begin: int, end: int) -> NDArray[np.bool_]:
         """Whether blocks of a batch entry are inside, [key blocks, end - begin], for the query blocks [begin, end)."""
-        return self._columns(self.bits[b if self.batch > 1 else 0], begin, end).view(np.bool_)
-
-    @staticmethod
-    def _columns(bits: NDArray[np.uint8], begin: int, end: int) -> NDArray[np.uint8]:
-        some = np.unpackbits(bits[..., begin // 8 : -(-end // 8)], axis=-1, bitorder="little")
-        return some[..., begin % 8 : begin % 8 + end - begin]
+        return unpacked(self.bits[b if self.batch > 1 else 0], begin, end)
 
     def holds(self, t: Any, j: Any, b: Any = 0) -> NDArray[np.bool_]:
         """Whether pairs are inside; integers or integer arrays that broadcast."""
@@ -101,7 +102,7 @@ class Grid:
 
     def transpose(self) -> Grid:
         """The same pairs with queries and keys exchanged."""
-        return Grid.of(self.block_k, self.block_q, self.states)
+        return Grid.of(self.block_k, self.block_q, self.bits, self.n_q)
 
 
 @dataclass(frozen=True, eq=False)

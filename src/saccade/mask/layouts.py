@@ -9,6 +9,7 @@ import numpy as np
 
 from . import arguments
 from .algebra import Mask
+from .bits import Bits
 from .contents import host
 from .context import Context
 from .forms import Grid
@@ -166,7 +167,7 @@ def tiles_terms(mask: Mask, context: Context) -> Terms:
 
 
 def dense(allowed: Any) -> Mask:
-    """Any boolean array, stored as it is: O(Tq · Tk) memory. `from_dense` looks for a smaller form first.
+    """Any boolean array, stored as Tq · Tk bits. `from_dense` looks for a smaller form first.
 
     Args:
         allowed: bool [Tq, Tk] or [B, Tq, Tk], True where row t sees key j.
@@ -175,7 +176,7 @@ def dense(allowed: Any) -> Mask:
         TypeError: allowed is an array of floats.
         ValueError: allowed has another number of dimensions.
     """
-    return Mask("dense", (arguments.array(allowed, "dense", "allowed", (2, 3), np.bool_),))
+    return Mask("dense", (arguments.bits(allowed, "dense", "allowed", (2, 3)),))
 
 
 def dense_shapes(mask: Mask, B: int, Tq: int, Tk: int, Hq: int | None) -> None:
@@ -196,6 +197,7 @@ def dense_terms(mask: Mask, context: Context) -> Terms:
 
 
 def _grid(layout: Any, bq: int, bk: int) -> Grid:
-    array: Any = host(layout)
+    columns = layout.n if isinstance(layout, Bits) else None
+    array: Any = host(layout if columns is None else layout.packed)
     array = array[None] if array.ndim == 2 else array if len(array) else np.zeros((1, *array.shape[1:]), np.uint8)
-    return Grid.of(bq, bk, array)
+    return Grid.of(bq, bk, array, columns)

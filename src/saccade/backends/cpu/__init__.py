@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Set
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,9 @@ try:
 except ImportError as error:
     from ...errors import Unsupported
 
-    raise Unsupported(
-        "cpu", [f"its compiled core is missing ({error}): install the package with `pip install .`"]
-    ) from error
+    here = any(path.suffix in (".so", ".pyd") for path in Path(__file__).parent.glob("_core*"))
+    reason = f"does not load ({error})" if here else f"is missing: {Path(__file__).parent} has no file _core*.so"
+    raise Unsupported("cpu", [f"its compiled core {reason}; install the package with `pip install .`"]) from error
 
 from . import threads
 from .threads import get_num_threads, set_num_threads

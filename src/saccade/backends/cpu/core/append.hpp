@@ -16,7 +16,7 @@ SACCADE_INLINE uint8_t float8(float x) {
 }
 
 // a scale as bf16, rounded away from 0 so that top / scale <= code; 0 for a group of zeros, NaN where top is NaN
-static uint16_t scale_of(float top, float code) {
+SACCADE_INLINE uint16_t scale_of(float top, float code) {
   constexpr float TINY = 1.1754943508222875e-38f;
   float scale = top / code;
   if (__builtin_fabsf(scale) < TINY) scale = scale == 0 ? 0 : __builtin_copysignf(TINY, scale);

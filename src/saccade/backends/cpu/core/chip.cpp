@@ -1,6 +1,8 @@
 #include "chip.hpp"
 
-#if defined(__APPLE__)
+#if defined(_WIN32) && defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__APPLE__)
 #include <sys/sysctl.h>
 #elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
@@ -9,6 +11,27 @@
 
 namespace saccade {
 
+#if defined(_WIN32) && defined(__x86_64__)
+// clang-cl does not link the library that contains clang's own test of a chip
+Instructions instructions() {
+  unsigned a = 0, b = 0, c = 0, d = 0, saved = 0;
+  const bool intel = __get_cpuid(0, &a, &b, &c, &d) && b == signature_INTEL_ebx;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return {false, false, false, intel};
+  const bool fma = c & bit_FMA;
+  // which registers Windows saves: those of AVX, and those of AVX-512
+  asm volatile("xgetbv" : "=a"(saved), "=d"(d) : "c"(0));
+  constexpr unsigned AVX = 0x6, AVX512 = 0xe6;
+  constexpr unsigned V3 = bit_AVX2 | bit_BMI2;
+  constexpr unsigned V4 = bit_AVX512F | bit_AVX512BW | bit_AVX512CD | bit_AVX512DQ | bit_AVX512VL;
+  b = 0;
+  __get_cpuid_count(7, 0, &a, &b, &c, &d);
+  const bool v3 = fma && (saved & AVX) == AVX && (b & V3) == V3;
+  const bool v4 = v3 && (saved & AVX512) == AVX512 && (b & V4) == V4;
+  a = 0;
+  __get_cpuid_count(7, 1, &a, &b, &c, &d);
+  return {v3, v4, v4 && (a & bit_AVX512BF16), intel};
+}
+#else
 Instructions instructions() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -33,5 +56,6 @@ Instructions instructions() {
   return {false, false, false, false};
 #endif
 }
+#endif
 
 }  // namespace saccade
