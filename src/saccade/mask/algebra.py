@@ -1,7 +1,6 @@
 """The mask expression: a hashable structure and its leaves (integers, arrays).
 
-A mask says which keys j a query at position i may see. It is a value: combine masks with `&`, `|` and `~`,
-print, parse, pickle and compare them. `contents.py` explains how arrays are read and compared.
+A mask says which keys j a query at position i may see. `contents.py` explains how arrays are read and compared.
 """
 
 from __future__ import annotations
@@ -47,6 +46,10 @@ class Mask:
         kind: name of the node, a key of `ARITY`.
         args: leaves, each None, an integer or an array.
         children: sub-expressions.
+
+    Examples:
+        >>> print(mask.causal() & ~mask.window(1, 0))
+        causal() & ~window(1, 0)
     """
 
     __slots__ = ("__weakref__", "_flat", "_key", "args", "children", "kind", "memo")
@@ -183,7 +186,7 @@ class Mask:
             ValueError: the file has another suffix, the arrays have other sizes, or batch or head is out of range.
 
         Examples:
-            >>> print(saccade.mask.causal().draw(8, 8))
+            >>> text = mask.causal().draw(64, 64, "causal.svg")
         """
         return _methods["draw"](self, (Tq, Tk), path, B=B, batch=batch, head=head, size=size)
 
