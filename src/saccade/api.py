@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from . import mask as masks
+from .arrays import Array, ArrayOrTuple, ArrayT
 from .backends import Outputs
 from .biases import Bias, side_of
 from .frameworks import KNOWN, framework_of
@@ -18,18 +19,18 @@ CAUSAL = masks.causal()
 
 
 def attention(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: Array,
+    k: Array,
+    v: Array,
     mask: Mask | None = None,
     *,
     scale: float | None = None,
     softcap: float | None = None,
-    sinks: Any = None,
-    bias: Any = None,
+    sinks: Array | None = None,
+    bias: Array | Bias | None = None,
     dropout: float = 0.0,
-    seed: Any = None,
-    descale: Any = None,
+    seed: int | Array | None = None,
+    descale: Sequence[Array] | None = None,
     deterministic: bool | str = True,
     return_lse: bool = False,
     return_max: bool = False,
@@ -37,7 +38,7 @@ def attention(
     layout: str = DEFAULT,
     backend: str | None = None,
     **unknown: NoReturn,
-) -> Any:
+) -> ArrayOrTuple:
     """Exact attention: o = softmax(scale q kᵀ over the allowed keys) v, in O(T) memory (Dao, 2023).
 
     Args:
@@ -106,30 +107,30 @@ def attention(
 
 
 def attention_backward(
-    do: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    o: Any,
-    lse: Any,
+    do: Array,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    o: Array,
+    lse: Array,
     mask: Mask | None = None,
     *,
-    dlse: Any = None,
-    entropy: Any = None,
-    dentropy: Any = None,
+    dlse: Array | None = None,
+    entropy: Array | None = None,
+    dentropy: Array | None = None,
     scale: float | None = None,
     softcap: float | None = None,
-    sinks: Any = None,
-    bias: Any = None,
+    sinks: Array | None = None,
+    bias: Array | Bias | None = None,
     dropout: float = 0.0,
-    seed: Any = None,
-    descale: Any = None,
+    seed: int | Array | None = None,
+    descale: Sequence[Array] | None = None,
     deterministic: bool | str = True,
     grads: Iterable[str] | None = None,
     layout: str = DEFAULT,
     backend: str | None = None,
     **unknown: NoReturn,
-) -> tuple[Any, Any, Any, dict[str, Any]]:
+) -> tuple[ArrayT, ArrayT, ArrayT, dict[str, ArrayT]]:
     """The gradients of `attention`, for callers without autograd.
 
     The weights are computed again from lse, in O(T) memory (Dao, 2023).
@@ -150,6 +151,13 @@ def attention_backward(
 
     Raises:
         TypeError, ValueError, Unsupported: as in `attention`.
+
+    Examples:
+        >>> q, k, v, do = np.random.default_rng(0).standard_normal((4, 2, 128, 8, 64), np.float32)
+        >>> o, lse = saccade.attention(q, k, v, return_lse=True)
+        >>> dq, dk, dv, _ = saccade.attention_backward(do, q, k, v, o, lse)
+        >>> dq.shape
+        (2, 128, 8, 64)
     """
     if unknown:
         refuse(attention_backward, unknown)
@@ -177,15 +185,15 @@ def attention_backward(
 
 
 def decode(
-    q: Any,
+    q: Array,
     cache: Any,
     *,
     mask: Mask | None = None,
     causal: bool = True,
     scale: float | None = None,
     softcap: float | None = None,
-    sinks: Any = None,
-    bias: Any = None,
+    sinks: Array | None = None,
+    bias: Array | Bias | None = None,
     deterministic: bool | str = True,
     return_lse: bool = False,
     return_max: bool = False,
@@ -193,7 +201,7 @@ def decode(
     layout: str = DEFAULT,
     backend: str | None = None,
     **unknown: NoReturn,
-) -> Any:
+) -> ArrayOrTuple:
     """Attention of a few new queries over the keys and values in a cache.
 
     Append the new keys before the call: the last query of batch entry b is at position lengths[b] - 1.
@@ -216,8 +224,9 @@ def decode(
         TypeError, ValueError, Unsupported: as in `attention`.
 
     Examples:
-        >>> cache = saccade.KVCache(1, 4096, 8, 64, dtype=torch.bfloat16, device="cuda")
-        >>> cache.append(k, v)  # [B, T, Hk, D]
+        >>> cache = saccade.KVCache(1, 4096, 8, 64, dtype=torch.bfloat16)
+        >>> q, k, v = torch.randn(3, 1, 10, 8, 64, dtype=torch.bfloat16)  # 10 tokens, [B, T, H, D]
+        >>> cache.append(k, v)
         >>> o = saccade.decode(q, cache)
     """
     if unknown:

@@ -3,10 +3,31 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
+
+
+class Array(Protocol):
+    """An array of NumPy, torch, MLX or JAX, or of `saccade.backends.webgpu`, for type checkers.
+
+    A union would be of unknown types for everyone who lacks one of these packages.
+    """
+
+    @property
+    def shape(self) -> Any: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+
+ArrayT = TypeVar("ArrayT", bound=Array)
+# an array, or nested lists of numbers
+ArrayOrList: TypeAlias = Array | Sequence[Any]
+# an array, or a tuple of arrays if an argument asks for more than one; a checker does not know which
+ArrayOrTuple: TypeAlias = Any
 
 
 def is_torch(x: object) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from .arrays import Array
 from .operands import Options, Side, number
 
 
@@ -52,7 +53,7 @@ class Bias:
 _ARRAYS = [f.name for f in fields(Bias) if f.name not in ("origin", "prune")]
 
 
-def alibi(slopes: Any) -> Bias:
+def alibi(slopes: Array) -> Bias:
     """The bias -slope · |i - j| between positions i and j, for `bias=` (Press et al., 2021).
 
     It takes O(Hq) memory, and the slopes have a gradient.
@@ -67,6 +68,7 @@ def alibi(slopes: Any) -> Bias:
         TypeError: slopes is not an array.
 
     Examples:
+        >>> q = k = v = torch.randn(2, 1024, 8, 64)
         >>> slopes = 2.0 ** -torch.arange(1, 9)  # for Hq = 8
         >>> o = saccade.attention(q, k, v, saccade.mask.causal(), bias=saccade.alibi(slopes))
     """
@@ -75,7 +77,7 @@ def alibi(slopes: Any) -> Bias:
     return Bias(slopes=slopes)
 
 
-def relative(table: Any, origin: int) -> Bias:
+def relative(table: Array, origin: int) -> Bias:
     """The bias table[h, clip(i - j + origin, 0, R - 1)] of positions i and j in head h, for `bias=`.
 
     It takes O(Tq + Tk) memory per head, and the table has a gradient. For T5's buckets (Raffel et al., 2020) the table
@@ -93,6 +95,7 @@ def relative(table: Any, origin: int) -> Bias:
         ValueError: table has another shape.
 
     Examples:
+        >>> q = k = v = torch.randn(2, 1024, 8, 64)
         >>> table = torch.zeros(8, 65, requires_grad=True)  # distances -32 to 32; larger ones use the ends
         >>> o = saccade.attention(q, k, v, bias=saccade.relative(table, 32))
     """
@@ -105,7 +108,7 @@ def relative(table: Any, origin: int) -> Bias:
     return Bias(table=table, origin=int(origin))
 
 
-def gates(log_f: Any, *, prune: float | None = None) -> Bias:
+def gates(log_f: Array, *, prune: float | None = None) -> Bias:
     """The bias c_i - c_j of forget gates, for `bias=`, where c sums log_f over positions (Lin et al., 2025).
 
     Every position between a key and a query weakens the key by its gate, like an ALiBi that depends on the data. It
@@ -124,6 +127,7 @@ def gates(log_f: Any, *, prune: float | None = None) -> Bias:
         ValueError: log_f does not have three dimensions, or prune is not between 0 and 1.
 
     Examples:
+        >>> q = k = v = torch.randn(2, 1024, 8, 64)
         >>> log_f = torch.nn.functional.logsigmoid(torch.randn(2, 1024, 8))  # [B, Tk, Hq]
         >>> o = saccade.attention(q, k, v, saccade.mask.causal(), bias=saccade.gates(log_f))
     """

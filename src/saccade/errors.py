@@ -13,6 +13,14 @@ class Unsupported(Exception):
     Attributes:
         backend: name of the backend that refuses.
         reasons: every reason, each with what to do instead.
+
+    Examples:
+        >>> q = k = v = torch.randn(1, 8, 1, 64)
+        >>> try:
+        ...     o = saccade.attention(q, k, v, backend="metal")
+        ... except saccade.Unsupported as error:
+        ...     print(error.backend, len(error.reasons))
+        metal 1
     """
 
     backend: str

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .arrays import cast, is_torch, namespace
+from .arrays import Array, ArrayT, cast, is_torch, namespace
 
 
 def merge(
-    parts: Sequence[tuple[Any, ...]], *, sinks: Any = None, return_max: bool = False, return_entropy: bool = False
-) -> tuple[Any, ...]:
+    parts: Sequence[tuple[ArrayT, ...]],
+    *,
+    sinks: Array | None = None,
+    return_max: bool = False,
+    return_entropy: bool = False,
+) -> tuple[ArrayT, ...]:
     """Attention over the union of the keys of several partial results.
 
     It applies the correction of online softmax (Milakov and Gimelshein, 2018) between parts. Parts are added in their
@@ -32,8 +36,11 @@ def merge(
         TypeError: parts mix NumPy and torch.
 
     Examples:
-        >>> first = saccade.attention(q, k[:, :512], v[:, :512], return_lse=True)
-        >>> o, lse = saccade.merge([first, saccade.attention(q, k[:, 512:], v[:, 512:], return_lse=True)])
+        >>> q, k, v = torch.randn(3, 1, 1024, 8, 64)
+        >>> parts = [saccade.attention(q, k[:, i], v[:, i], return_lse=True) for i in (slice(512), slice(512, 1024))]
+        >>> o, lse = saccade.merge(parts)
+        >>> torch.allclose(o, saccade.attention(q, k, v), atol=1e-5)
+        True
     """
     parts = list(parts)
     _check(parts, sinks, 2 + return_max + return_entropy)

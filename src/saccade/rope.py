@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .arrays import cast, is_torch, namespace
+from .arrays import Array, ArrayOrList, ArrayT, cast, is_torch, namespace
 
 
 class Turn(NamedTuple):
@@ -18,15 +18,15 @@ class Turn(NamedTuple):
 
 
 def rope(
-    x: Any,
-    positions: Any,
+    x: ArrayT,
+    positions: ArrayOrList,
     *,
     base: float = 10000.0,
     interleaved: bool = False,
     inverse: bool = False,
-    frequencies: Any = None,
+    frequencies: Array | None = None,
     factor: float = 1.0,
-) -> Any:
+) -> ArrayT:
     """Rotate pair i of the elements of each head by the angle position * base**(-2i / D) (Su et al., 2021).
 
     Args:

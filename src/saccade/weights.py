@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import reference
-from .arrays import is_torch, namespace
+from .arrays import Array, ArrayT, is_torch, namespace
 from .biases import Bias, check_log_f, side_of
 from .frameworks.call import check_gates, check_mask, spec
 from .frameworks.source import STRIDED
@@ -34,18 +34,18 @@ class _Allowed(NamedTuple):
 
 
 def attention_weights(
-    q: Any,
-    k: Any,
+    q: ArrayT,
+    k: ArrayT,
     mask: Mask | None = None,
     *,
     rows: int | slice | Sequence[int] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
-    sinks: Any = None,
-    bias: Any = None,
+    sinks: Array | None = None,
+    bias: Array | Bias | None = None,
     layout: str = DEFAULT,
     **unknown: NoReturn,
-) -> Any:
+) -> ArrayT:
     """The attention weights of some queries, softmax(scale q kᵀ) over the allowed keys, for plots and statistics.
 
     Args:
@@ -63,7 +63,10 @@ def attention_weights(
         IndexError: rows has an index that is out of range.
 
     Examples:
+        >>> q, k = torch.randn(2, 1, 1024, 8, 64)
         >>> w = saccade.attention_weights(q, k, saccade.mask.causal(), rows=-1)  # the last query
+        >>> w.shape
+        torch.Size([1, 8, 1, 1024])
         >>> entropy = -torch.special.xlogy(w, w).sum(-1)  # [B, Hq, 1]
     """
     if unknown:
@@ -89,6 +92,10 @@ def attention_weights(
     result = _weights(queries, keys, mask, _chosen(rows, problem.Tq), side, options)
     result = result.astype(problem.accumulator)
     result = result[0] if lifted else result
+    return _like(q, result)
+
+
+def _like(q: Any, result: Floats) -> Any:
     return namespace(q).as_tensor(result, device=q.device) if is_torch(q) else result
 
 

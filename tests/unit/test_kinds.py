@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from saccade import mask as sm
-from saccade.mask import Mask, algebra, parse
+from saccade.mask import Mask, algebra, parse, structures
 from saccade.mask.kinds import KINDS, Kind
 from saccade.mask.lowering import lower
 from saccade.testing import fuzz
@@ -54,7 +54,7 @@ def test_names() -> None:
     others = {"Mask", "from_dense", "parse", "patterns"}
     assert {name: getattr(sm, name) for name in sm.__all__ if name not in others} == constructors
     assert [name for name, kind in KINDS.items() if kind.name != name] == []
-    assert set(algebra.ARITY) == KINDS.keys() | OPERATORS
+    assert set(structures.ARITY) == KINDS.keys() | OPERATORS
     assert {name for name, kind in KINDS.items() if kind.booleans} == algebra.BOOLEANS
 
 

@@ -25,6 +25,11 @@ def kind_of(x: object) -> type[Arrays]:
     return _kind("webgpu" if hasattr(x, "gpu") else "torch" if is_torch(x) else "numpy")
 
 
+def device_of(x: Any) -> Any:
+    """The device of an array, as `KVCache` takes it."""
+    return x.gpu.place if hasattr(x, "gpu") else x.device if is_torch(x) else None
+
+
 def _kind(name: str) -> Any:
     # torch and WebGPU are imported when they are first used
     if name == "webgpu":

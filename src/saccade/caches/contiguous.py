@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import is_torch
+from ..arrays import Array, ArrayOrList
 from ..frameworks.source import host, integral
 from ..rope import rope, turning
 from . import gates
-from .choice import arrays_for
+from .choice import arrays_for, device_of
 from .sequences import path_of
 from .storage import Storage, at_least
 
@@ -49,7 +49,10 @@ class KVCache(Storage):
 
     Examples:
         >>> cache = saccade.KVCache(2, 1024, 8, 64, dtype=torch.float16)
-        >>> cache.append(k, v)  # [2, T, 8, 64] each
+        >>> k, v = torch.randn(2, 2, 10, 8, 64, dtype=torch.float16)  # 10 tokens of 2 sequences
+        >>> cache.append(k, v)
+        >>> cache.lengths
+        tensor([10, 10], dtype=torch.int32)
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class KVCache(Storage):
         self._bound = 0
 
     @classmethod
-    def like(cls, k: Any, v: Any = None, *, capacity: int | None = None, **options: Any) -> KVCache:
+    def like(cls, k: Array, v: Array | None = None, *, capacity: int | None = None, **options: Any) -> KVCache:
         """An empty cache with the sizes, dtype, framework and device of given keys.
 
         Args:
@@ -95,9 +98,8 @@ class KVCache(Storage):
         if any(len(shape) != 4 for shape in shapes):
             raise ValueError(f"k, v have shapes {shapes}; expected [batch, T, kv_heads, size] both")
         batch, tokens, heads, size = shapes[0]
-        device = k.gpu.place if hasattr(k, "gpu") else k.device if is_torch(k) else None
         sizes = batch, tokens if capacity is None else capacity, heads, size
-        return cls(*sizes, v_dim=shapes[1][3], dtype=k.dtype, device=device, **options)
+        return cls(*sizes, v_dim=shapes[1][3], dtype=k.dtype, device=device_of(k), **options)
 
     def __repr__(self) -> str:
         # lengths on a device are omitted, because reading them would wait for it
@@ -123,7 +125,13 @@ class KVCache(Storage):
         return self.lengths + self._evicted
 
     def append(
-        self, k: Any, v: Any, lengths: Any = None, *, rotation: Rotation | None = None, log_f: Any = None
+        self,
+        k: Array,
+        v: Array,
+        lengths: ArrayOrList | None = None,
+        *,
+        rotation: Rotation | None = None,
+        log_f: Array | None = None,
     ) -> None:
         """Append new tokens to each sequence. If it raises an error, nothing has been written.
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import gcd
 from typing import Any
 
-from ..arrays import namespace
+from ..arrays import Array, ArrayOrList, namespace
 from ..errors import Unsupported
 from ..rope import rope
 from .contiguous import KVCache, Rotation
@@ -93,9 +93,11 @@ class LatentKVCache(_Latent, KVCache):
         lengths: int32 [batch], tokens of each sequence.
 
     Examples:
-        >>> cache = saccade.LatentKVCache(1, 4096, 512, 64, dtype=torch.bfloat16)
-        >>> cache.append(latent, k_rope, rotation={"interleaved": True})  # [1, T, 512], [1, T, 64]
-        >>> o = saccade.decode(q, cache, scale=192**-0.5)  # q: [1, Tq, Hq, 576], o: [1, Tq, Hq, 512]
+        >>> cache = saccade.LatentKVCache(1, 4096, 512, 64, dtype=torch.float32)
+        >>> cache.append(torch.randn(1, 10, 512), torch.randn(1, 10, 64), rotation={"interleaved": True})
+        >>> q = torch.randn(1, 1, 128, 576)  # one query of 128 heads
+        >>> saccade.decode(q, cache, scale=192**-0.5).shape
+        torch.Size([1, 1, 128, 512])
     """
 
     def __init__(
@@ -114,14 +116,14 @@ class LatentKVCache(_Latent, KVCache):
         self.rotary = slice(latent_dim, None)
 
     @classmethod
-    def like(cls, k: Any, v: Any = None, *, capacity: int | None = None, **options: Any) -> LatentKVCache:
+    def like(cls, k: Array, v: Array | None = None, *, capacity: int | None = None, **options: Any) -> LatentKVCache:
         """Refused: the sizes of a latent row do not follow from k. Use the class with latent_dim and rope_dim."""
         raise TypeError(
             "a latent cache is not like k and v; expected LatentKVCache(batch, capacity, latent_dim, rope_dim)"
         )
 
     def append(  # type: ignore[override]
-        self, latent: Any, k_rope: Any, lengths: Any = None, *, rotation: Rotation | None = None
+        self, latent: Array, k_rope: Array, lengths: ArrayOrList | None = None, *, rotation: Rotation | None = None
     ) -> None:
         """Append new tokens to each sequence. If it raises an error, nothing has been written.
 
@@ -185,9 +187,9 @@ class PagedLatentKVCache(_Latent, PagedKVCache):
         latent_dim, rope_dim, quantised, group, options: as in `LatentKVCache`.
 
     Examples:
-        >>> cache = saccade.PagedLatentKVCache(100, 64, 512, 64, dtype=torch.bfloat16)
-        >>> cache.append([first := cache.add()], latent, k_rope)  # [T, 512] and [T, 64]
-        >>> o = saccade.decode(q, cache.view([first]), scale=192**-0.5)  # q: [1, Tq, Hq, 576]
+        >>> cache = saccade.PagedLatentKVCache(100, 64, 512, 64, dtype=torch.float32)
+        >>> cache.append([first := cache.add()], torch.randn(10, 512), torch.randn(10, 64))
+        >>> o = saccade.decode(torch.randn(1, 1, 128, 576), cache.view([first]), scale=192**-0.5)
     """
 
     def __init__(
@@ -206,7 +208,13 @@ class PagedLatentKVCache(_Latent, PagedKVCache):
         self.rotary = slice(latent_dim, None)
 
     def append(  # type: ignore[override]
-        self, sequences: Sequence[int], latent: Any, k_rope: Any, cu: Any = None, *, rotation: Rotation | None = None
+        self,
+        sequences: Sequence[int],
+        latent: Array,
+        k_rope: Array,
+        cu: ArrayOrList | None = None,
+        *,
+        rotation: Rotation | None = None,
     ) -> None:
         """Append new tokens to each sequence. If it raises an error, nothing has changed.
 

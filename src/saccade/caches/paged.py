@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import Array, ArrayOrList
 from ..rope import rope, turning
 from . import gates
 from .choice import arrays_for
@@ -31,8 +32,9 @@ class PagedKVCache(Storage):
         k, v: [pages, page_size, kv_heads, head_dim], with v_dim for v; or the codes.
 
     Examples:
-        >>> cache.append([first := cache.add()], k, v)  # [T, kv_heads, head_dim] each
-        >>> o = saccade.decode(q, cache.view([first]))  # q: [1, Tq, Hq, head_dim]
+        >>> cache = saccade.PagedKVCache(256, 16, 8, 64, dtype=torch.float32)
+        >>> cache.append([first := cache.add()], *torch.randn(2, 20, 8, 64))  # k and v of 20 tokens
+        >>> o = saccade.decode(torch.randn(1, 1, 8, 64), cache.view([first]))
     """
 
     def __init__(
@@ -140,8 +142,7 @@ class PagedKVCache(Storage):
     def accept(self, sequence: int, tokens: int, path: Sequence[int]) -> None:
         """Of a sequence's last `tokens` tokens keep only those of a path, as `KVCache.accept` does.
 
-        Tokens that move are copied to pages that only this sequence uses. This also raises ValueError if too few pages
-        are free. If it raises an error, nothing has changed.
+        Tokens are copied as in `evict`. If too few pages are free, it raises ValueError and changes nothing.
         """
         self.in_memory("accept")
         one, at = self._known(sequence), path_of(path, tokens)
@@ -159,12 +160,12 @@ class PagedKVCache(Storage):
     def append(
         self,
         sequences: Sequence[int],
-        k: Any,
-        v: Any,
-        cu: Any = None,
+        k: Array,
+        v: Array,
+        cu: ArrayOrList | None = None,
         *,
         rotation: Rotation | None = None,
-        log_f: Any = None,
+        log_f: Array | None = None,
     ) -> None:
         """Append new tokens to each sequence. If it raises an error, nothing has changed.
 

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+from ..arrays import Array
 from .paged import PagedKVCache
 
 Page = tuple[int, ...]
@@ -34,9 +35,14 @@ class PrefixCache:
         ValueError: there are no pools, or they differ in page_size.
 
     Examples:
-        >>> prefixes = PrefixCache([cache])
-        >>> sequence, n = prefixes.begin(tokens[:-1])  # the first n tokens are already in the cache
-        >>> prefixes.keep(sequence, tokens)  # after the other tokens have been appended
+        >>> from saccade.caches.prefixes import PrefixCache
+        >>> cache, tokens = saccade.PagedKVCache(256, 16, 8, 64), list(range(100))
+        >>> prefixes, prompt = PrefixCache([cache]), cache.add()
+        >>> cache.append([prompt], *np.ones((2, 100, 8, 64), np.float32))
+        >>> prefixes.keep(prompt, tokens)
+        >>> sequence, n = prefixes.begin(tokens[:50] + [7])  # the new sequence has the first n tokens
+        >>> n
+        50
     """
 
     def __init__(self, pools: Sequence[PagedKVCache]) -> None:
@@ -56,7 +62,7 @@ class PrefixCache:
         """The stored sequences, the least recently used one first."""
         return tuple(self._last)
 
-    def begin(self, tokens: Sequence[int] | Any) -> tuple[int, int]:
+    def begin(self, tokens: Sequence[int] | Array) -> tuple[int, int]:
         """Add to every pool a sequence with as many of these tokens as are stored.
 
         Args:
@@ -79,7 +85,7 @@ class PrefixCache:
         self._use(source)
         return self._each("fork", source, n), n
 
-    def keep(self, sequence: int, tokens: Sequence[int] | Any) -> None:
+    def keep(self, sequence: int, tokens: Sequence[int] | Array) -> None:
         """Store the full pages of a sequence that starts with these tokens; they stay when it is removed.
 
         This takes no additional pages while the sequence exists.
@@ -88,6 +94,7 @@ class PrefixCache:
             ValueError: the sequence does not exist, has fewer tokens, or was shortened by `evict`, because its keys
                 then depend on other tokens than these.
         """
+        tokens = _integers(tokens)
         n = len(tokens)
         for pool in self._pools:
             length, position = pool.length(sequence), pool.position(sequence)
@@ -97,7 +104,7 @@ class PrefixCache:
                     f"expected the first tokens of one that was not shortened"
                 )
         whole = n - n % self._page_size
-        chain, left = self._walk(_integers(tokens[:whole]))
+        chain, left = self._walk(tokens[:whole])
         if not left:
             if whole:
                 self._use(next(reversed(chain[-1].sequences)))

@@ -8,6 +8,7 @@ import numpy as np
 
 from .. import mask as masks
 from ..api import decode
+from ..arrays import Array, ArrayOrList, ArrayOrTuple
 from ..frameworks.source import check_pages, check_table, host
 from ..keywords import refuse
 from ..mask import Mask
@@ -23,21 +24,21 @@ CAUSAL, FULL = masks.causal(), masks.full()
 
 
 def paged_attention(
-    q: Any,
+    q: Array,
     keys: PagedKeys,
-    cu_q: Any = None,
+    cu_q: ArrayOrList | None = None,
     *,
     mask: Mask | None = None,
     causal: bool = True,
     scale: float | None = None,
     softcap: float | None = None,
-    sinks: Any = None,
+    sinks: Array | None = None,
     cascade: bool = True,
     deterministic: bool | str = True,
     return_lse: bool = False,
     backend: str | None = None,
     **unknown: NoReturn,
-) -> Any:
+) -> ArrayOrTuple:
     """Attention of the newest tokens of many sequences, prefill and decode in one call, over keys in pages.
 
     Args:
@@ -60,8 +61,11 @@ def paged_attention(
         TypeError, ValueError, Unsupported: as in `attention`; ValueError for a block table with pages out of range.
 
     Examples:
-        >>> cu_q = [0, 100, 101]  # a prompt of 100 tokens, and one new token of another sequence
-        >>> o = saccade.paged_attention(q, cache.view([first, second]), cu_q)  # q: [101, Hq, D]
+        >>> cache = saccade.PagedKVCache(256, 16, 8, 64, dtype=torch.float32)
+        >>> cu_q, sequences = [0, 100, 101], [cache.add(), cache.add()]  # 100 tokens and 1 token
+        >>> q, k, v = torch.randn(3, 101, 8, 64)
+        >>> cache.append(sequences, k, v, cu_q)
+        >>> o = saccade.paged_attention(q, cache.view(sequences), cu_q)
     """
     if unknown:
         refuse(paged_attention, unknown)

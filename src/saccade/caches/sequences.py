@@ -30,6 +30,12 @@ class PagedKeys(NamedTuple):
         sizes: (head_dim, v_dim), for rows of codes with scales on a WebGPU device, or None.
         gates: float64 [pages, page_size, Hq], the running sums of log_f, or None.
         aliased: whether v is a view of k, as in `PagedLatentKVCache`.
+
+    Examples:
+        >>> k = v = np.ones((4, 16, 8, 64), np.float32)  # 4 pages of 16 tokens
+        >>> table, lengths = np.array([[2, 0]], np.int32), np.array([20], np.int32)
+        >>> keys = saccade.PagedKeys(k, v, table, lengths)  # 16 tokens in page 2, 4 in page 0
+        >>> o = saccade.decode(np.ones((1, 1, 8, 64), np.float32), keys)
     """
 
     k: Any

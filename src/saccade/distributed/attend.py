@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..api import attention as whole_attention
+from ..arrays import ArrayOrTuple
 from ..mask import Mask
 from ..operands import Options, Request, Side
 from .call import DistributedCall, Partition, prepare, untraced
@@ -38,7 +39,7 @@ def attention(
     dropout: float = 0.0,
     return_lse: bool = False,
     backend: str | None = None,
-) -> Any:
+) -> ArrayOrTuple:
     """Exact attention of a sequence that is divided among the ranks of a group, by a choice of strategies.
 
     Args:
@@ -57,6 +58,11 @@ def attention(
     Raises:
         TypeError, ValueError, Unsupported, PeerError: as in `ring_attention`.
         Unsupported: also if the heads cannot be divided among the ranks.
+
+    Examples:
+        >>> from saccade.distributed import attention, shard  # on every rank, after init_process_group
+        >>> q, k, v = (shard(x, layout="contiguous") for x in torch.randn(3, 2, 1024, 8, 64))
+        >>> o = attention(q, k, v, saccade.mask.window(127, 0), strategy="ulysses", layout="contiguous")
     """
     request = Request(mask, Side(bias, sinks=sinks), Options(scale, softcap, dropout, backend=backend))
     if getattr(group, "ndim", 1) == 2:

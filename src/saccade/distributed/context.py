@@ -27,6 +27,13 @@ class ContextParallel:
         layout: as in `shard`. Recurrent layers need "contiguous"; for attention alone "zigzag" balances a causal mask.
         backend: the backend of every rank, as in `ring_attention`.
         piece: the sequences of this rank's slices; `at` sets it.
+
+    Examples:
+        >>> from saccade.distributed import ContextParallel  # on every rank, after init_process_group
+        >>> from saccade.models.llama import Llama, LlamaConfig
+        >>> model, tokens = Llama(LlamaConfig(vocab_size=100)), torch.randint(100, (2, 256))
+        >>> ranks = ContextParallel(256, layout="zigzag")
+        >>> logits = model(ranks.shard(tokens), mask=saccade.mask.causal(), backend=ranks)  # [2, n, vocab]
     """
 
     length: int

@@ -13,6 +13,13 @@ class PeerError(RuntimeError):
         why: what is wrong with the rank at fault.
         silent: the ranks without a report; if one hangs or died, it is the cause.
         reports: what other ranks reported, by rank.
+
+    Examples:
+        >>> from saccade.distributed import PeerError, ring_attention  # on every rank, after init_process_group
+        >>> try:
+        ...     o = ring_attention(*torch.randn(3, 1, 128, 8, 64))
+        ... except PeerError as error:
+        ...     print(error.rank, error.why)
     """
 
     def __init__(self, what: str, step: str, rank: int, why: str, here: int) -> None:

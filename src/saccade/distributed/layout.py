@@ -54,6 +54,7 @@ def runs_of(layout: Layout, world: int, length: int) -> Runs:
         ValueError: an unknown name, or the runs do not contain every position once.
 
     Examples:
+        >>> from saccade.distributed import runs_of
         >>> runs_of("zigzag", 2, 16)[0]
         (Run(start=0, step=1, length=4), Run(start=12, step=1, length=4))
     """

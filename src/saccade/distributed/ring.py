@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arrays import ArrayOrTuple
 from ..backends import Outputs
 from ..mask import Mask
 from ..operands import Options, Request, Side
@@ -37,7 +38,7 @@ def ring_attention(
     return_lse: bool = False,
     overlap: bool = True,
     backend: str | None = None,
-) -> Any:
+) -> ArrayOrTuple:
     """Exact attention of a sequence that is divided among the ranks of a group, in O(T / P) memory per rank.
 
     Every rank calls this function with its slices, cut by `shard`, and gets its slice of the result. At step t rank r
@@ -69,8 +70,9 @@ def ring_attention(
         PeerError: a rank died, hangs longer than the group's limit, or makes another call; it names rank and step.
 
     Examples:
-        >>> q, k, v = (shard(x, layout="zigzag") for x in (q, k, v))  # [B, T, H, D] -> [B, n, H, D]
-        >>> o = unshard(ring_attention(q, k, v, causal()).detach(), layout="zigzag")
+        >>> from saccade.distributed import ring_attention, shard  # on every rank, after init_process_group
+        >>> q, k, v = (shard(x, layout="zigzag") for x in torch.randn(3, 2, 1024, 8, 64))  # the same on every rank
+        >>> o = ring_attention(q, k, v, saccade.mask.causal(), layout="zigzag")
     """
     peers = peers_of(group)
     with taking_part(peers):

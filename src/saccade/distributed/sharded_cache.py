@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import api
+from ..arrays import ArrayOrTuple
 from ..backends import Inputs, choose
 from ..caches.contiguous import KVCache, bound_of
 from ..errors import Unsupported
@@ -49,6 +50,13 @@ class ShardedKVCache:
     Attributes:
         lengths: int32 [batch], tokens of each sequence on all ranks together.
         local: the `KVCache` of this rank's tokens.
+
+    Examples:
+        >>> from saccade.distributed import ShardedKVCache  # on every rank, after init_process_group
+        >>> cache = ShardedKVCache(1, 4096, 8, 64)
+        >>> cache.append(*torch.randn(2, 1, 10, 8, 64))  # the same 10 tokens on every rank
+        >>> cache.lengths
+        tensor([10], dtype=torch.int32)
     """
 
     def __init__(
@@ -120,10 +128,10 @@ def decode(
     causal: bool = True,
     scale: float | None = None,
     softcap: float | None = None,
-    sinks: Any = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
-) -> Any:
+) -> ArrayOrTuple:
     """`saccade.decode` over keys on several ranks, with one small message to each other rank.
 
     Args:
@@ -139,6 +147,12 @@ def decode(
     Raises:
         TypeError, ValueError, Unsupported: as in `saccade.decode`; Unsupported also for masks with quantised keys.
         PeerError: another rank died, hangs, or makes another call.
+
+    Examples:
+        >>> from saccade.distributed import ShardedKVCache, decode  # on every rank, after init_process_group
+        >>> cache, (q, k, v) = ShardedKVCache(1, 4096, 8, 64), torch.randn(3, 1, 10, 8, 64)
+        >>> cache.append(k, v)
+        >>> o = decode(q, cache)
     """
     with taking_part(cache.peers):
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "backend": backend}

@@ -26,6 +26,10 @@ def shard(x: Tensor, *, layout: Layout, group: Any = None, dim: int = 1) -> Tens
 
     Raises:
         ValueError: as in `runs_of`.
+
+    Examples:
+        >>> from saccade.distributed import shard  # on every rank, after init_process_group
+        >>> q = shard(torch.randn(2, 1024, 8, 64), layout="zigzag")  # [B, T, H, D] -> [B, n, H, D]
     """
     peers = peers_of(group)
     return take(x, runs_of(layout, peers.world, x.shape[dim])[peers.rank], dim)
@@ -44,6 +48,12 @@ def unshard(x: Tensor, *, layout: Layout, group: Any = None, dim: int = 1) -> Te
     Raises:
         ValueError: x requires grad, or its length does not fit the layout.
         PeerError: ranks disagree, or a rank died or hangs.
+
+    Examples:
+        >>> from saccade.distributed import shard, unshard  # on every rank, after init_process_group
+        >>> positions = shard(torch.arange(8), layout="striped", dim=0)
+        >>> unshard(positions, layout="striped", dim=0)
+        tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
     peers = peers_of(group)
     with taking_part(peers):

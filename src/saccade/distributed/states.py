@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..arrays import ArrayOrList, ArrayOrTuple
 from .comm import GroupCall, peers_of
 from .layout import count, runs_of
 from .refusal import taking_part
@@ -51,11 +52,11 @@ def recurrent(
     op: Callable[..., Any],
     *arrays: Any,
     group: Any = None,
-    initial_state: Any = None,
+    initial_state: Tensor | tuple[Tensor, Tensor] | None = None,
     return_state: bool = False,
-    cu_seqlens: Any = None,
+    cu_seqlens: ArrayOrList | None = None,
     **options: Any,
-) -> Any:
+) -> ArrayOrTuple:
     """A call of `saccade.recurrent` on sequences that are divided among ranks: `recurrent(scalar_decay, q, k, v, g)`.
 
     Outputs and gradients are those of one process with the whole sequences. Forward and backward send two small
@@ -76,6 +77,12 @@ def recurrent(
     Raises:
         TypeError, ValueError, Unsupported: as in op; also if op is not one of these, or slices do not fit.
         PeerError: another rank died, hangs, or makes another call.
+
+    Examples:
+        >>> from saccade.distributed import recurrent, shard  # on every rank, after init_process_group
+        >>> arrays = *torch.randn(3, 2, 1024, 8, 64), -torch.rand(2, 1024, 8)
+        >>> q, k, v, g = (shard(x, layout="contiguous") for x in arrays)
+        >>> o = recurrent(saccade.recurrent.scalar_decay, q, k, v, g)
     """
     if isinstance(return_state, str):
         raise ValueError(f"return_state is {return_state!r}; expected True or False: ranks exchange float32 states")

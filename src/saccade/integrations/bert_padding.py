@@ -42,6 +42,13 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
     Returns:
         [batch, seqlen, ...], with 0 in all other rows.
+
+    Examples:
+        >>> from saccade.integrations.bert_padding import pad_input, unpad_input
+        >>> attention_mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+        >>> rows, indices, *_ = unpad_input(torch.randn(2, 5, 64), attention_mask)
+        >>> pad_input(rows, indices, 2, 5).shape
+        torch.Size([2, 5, 64])
     """
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
 
@@ -60,6 +67,13 @@ def unpad_input(
         (rows, indices, cu_seqlens, max_seqlen, seqused): the packed rows [total, ...], their indices in the flat batch
         (int64 [total]), the bounds of the sequences (int32 [B + 1]), the length of the longest (int), and the rows of
         attention_mask in each sequence (int32 [B]).
+
+    Examples:
+        >>> from saccade.integrations.bert_padding import unpad_input
+        >>> attention_mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+        >>> rows, indices, cu_seqlens, max_seqlen, _ = unpad_input(torch.randn(2, 5, 64), attention_mask)
+        >>> rows.shape, cu_seqlens
+        (torch.Size([8, 64]), tensor([0, 3, 8], dtype=torch.int32))
     """
     _check_rows(hidden_states, "attention_mask", attention_mask)
     taken = attention_mask != 0
@@ -82,6 +96,13 @@ def unpad_input_for_concatenated_sequences(
 
     Returns:
         (rows, indices, cu_seqlens, max_seqlen), as in `unpad_input`.
+
+    Examples:
+        >>> from saccade.integrations.bert_padding import unpad_input_for_concatenated_sequences
+        >>> lengths = torch.tensor([[2, 1, 0, 0, 0], [5, 0, 0, 0, 0]])  # 2 and 1 tokens, 5 tokens
+        >>> rows, _, cu_seqlens, _ = unpad_input_for_concatenated_sequences(torch.randn(2, 5, 64), lengths)
+        >>> cu_seqlens
+        tensor([0, 2, 3, 8], dtype=torch.int32)
     """
     lengths = attention_mask_in_length
     check_integers("attention_mask_in_length", lengths, (None, None), "[B, S]")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arrays import ArrayOrTuple
 from ..errors import Unsupported
 from ..mask import Mask
 from . import bert_padding
@@ -59,7 +60,7 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> ArrayOrTuple:
     """flash-attn's `flash_attn_func`; causal masks are bottom-right: the last query is aligned with the last key.
 
     Args:
@@ -79,6 +80,11 @@ def flash_attn_func(
 
     Raises:
         TypeError, ValueError, Unsupported: as in `saccade.attention`.
+
+    Examples:
+        >>> from saccade.integrations.flash_attn import flash_attn_func
+        >>> q = k = v = torch.randn(2, 1024, 8, 64)
+        >>> out = flash_attn_func(q, k, v, causal=True, window_size=(255, 0))
     """
     numbers = dropout_p, softmax_scale, causal, window_size, softcap
     options = FlashOptions(*numbers, alibi_slopes, deterministic, return_attn_probs)
@@ -91,13 +97,13 @@ def flash_attn_func(
 _flash_attn_outside_graphs = outside_graphs(flash_attn_func, "the weights that dropout removed")
 
 
-def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Any:
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> ArrayOrTuple:
     """`flash_attn_func` of kv [B, Sk, 2, Hk, D]."""
     check_packed("kv", kv, 5, 2)
     return flash_attn_func(q, kv[:, :, 0], kv[:, :, 1], *args, **options)
 
 
-def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Any:
+def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> ArrayOrTuple:
     """`flash_attn_func` of qkv [B, S, 3, H, D]."""
     check_packed("qkv", qkv, 5, 3)
     return flash_attn_func(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], *args, **options)
@@ -120,7 +126,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
-) -> Any:
+) -> ArrayOrTuple:
     """flash-attn's `flash_attn_varlen_func`: attention of packed sequences.
 
     Args:
@@ -141,6 +147,12 @@ def flash_attn_varlen_func(
 
     Raises:
         TypeError, ValueError, Unsupported: as in `saccade.attention`.
+
+    Examples:
+        >>> from saccade.integrations.flash_attn import flash_attn_varlen_func
+        >>> q = k = v = torch.randn(1024, 8, 64)  # sequences of 300 and 724 tokens
+        >>> cu_seqlens = torch.tensor([0, 300, 1024], dtype=torch.int32)
+        >>> out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 724, 724, causal=True)
     """
     numbers = dropout_p, softmax_scale, causal, window_size, softcap
     options = FlashOptions(*numbers, alibi_slopes, deterministic, return_attn_probs)
@@ -177,7 +189,7 @@ def flash_attn_varlen_kvpacked_func(
     max_seqlen_k: int,
     *args: Any,
     **options: Any,
-) -> Any:
+) -> ArrayOrTuple:
     """`flash_attn_varlen_func` of kv [total, 2, Hk, D]."""
     check_packed("kv", kv, 4, 2)
     cu = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
@@ -186,7 +198,7 @@ def flash_attn_varlen_kvpacked_func(
 
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **options: Any
-) -> Any:
+) -> ArrayOrTuple:
     """`flash_attn_varlen_func` of qkv [total, 3, H, D]."""
     check_packed("qkv", qkv, 4, 3)
     cu = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arrays import ArrayOrTuple
 from ..caches.storage import whole
-from ..merge import merge
 from .flash_append import attend_cache
 from .flash_arguments import check_packed, check_tensor, chunked_mask_of
+from .flash_combine import flash_attn_combine
 from .flash_packed import Scores, Sequences, attend
 from .flash_places import CacheArguments
 from .flash_private_3 import backward as _flash_attn_backward
 from .flash_private_3 import forward as _flash_attn_forward
-from .flash_private_3 import written
 
 __all__ = [
     "_flash_attn_backward",
@@ -55,7 +55,7 @@ def flash_attn_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
-) -> Any:
+) -> ArrayOrTuple:
     """FlashAttention-3's `flash_attn_func`; causal masks are bottom-right: the last query is aligned with the last key.
 
     Args:
@@ -78,6 +78,11 @@ def flash_attn_func(
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it.
         Unsupported: the call cannot be computed.
+
+    Examples:
+        >>> from saccade.integrations.flash_attn_3 import flash_attn_func
+        >>> q = k = v = torch.randn(2, 1024, 8, 64)
+        >>> out = flash_attn_func(q, k, v, causal=True, attention_chunk=256)
     """
     mask, descale = chunked_mask_of(causal, window_size, attention_chunk), (q_descale, k_descale, v_descale)
     scores = Scores(mask, softmax_scale, softcap, deterministic, qv, None, descale)
@@ -99,7 +104,7 @@ def flash_attn_qkvpacked_func(
     num_heads_q: int | None = None,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
-) -> Any:
+) -> ArrayOrTuple:
     """`flash_attn_func` of q, k and v in one array.
 
     Args:
@@ -109,6 +114,10 @@ def flash_attn_qkvpacked_func(
     Returns:
         out [B, S, Hq, D]; with return_attn_probs (out, lse [B, Hq, S]). The other arguments and errors are those of
         `flash_attn_func`.
+
+    Examples:
+        >>> from saccade.integrations.flash_attn_3 import flash_attn_qkvpacked_func
+        >>> out = flash_attn_qkvpacked_func(torch.randn(2, 1024, 12, 64), num_heads_q=8)  # Hq = 8, Hk = 2
     """
     check_tensor("qkv", qkv)
     if qkv.dim() == 4:
@@ -146,7 +155,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
-) -> Any:
+) -> ArrayOrTuple:
     """`flash_attn_func` of packed sequences.
 
     Args:
@@ -159,6 +168,12 @@ def flash_attn_varlen_func(
     Returns:
         out [total_q, Hq, Dv]; with return_attn_probs (out, lse [Hq, total_q]). The other arguments and errors are those
         of `flash_attn_func`, but descale factors raise Unsupported.
+
+    Examples:
+        >>> from saccade.integrations.flash_attn_3 import flash_attn_varlen_func
+        >>> q = k = v = torch.randn(1024, 8, 64)  # sequences of 300 and 724 tokens
+        >>> cu_seqlens = torch.tensor([0, 300, 1024], dtype=torch.int32)
+        >>> out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 724, 724, causal=True)
     """
     mask, descale = chunked_mask_of(causal, window_size, attention_chunk), (q_descale, k_descale, v_descale)
     at = Sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
@@ -197,7 +212,7 @@ def flash_attn_with_kvcache(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
-) -> Any:
+) -> ArrayOrTuple:
     """Append k and v to a cache in place, and attend q over it, without a gradient.
 
     Arguments that FlashAttention-2 also has are described in `flash_attn.flash_attn_with_kvcache`.
@@ -219,6 +234,12 @@ def flash_attn_with_kvcache(
     Raises:
         TypeError, ValueError: shapes, dtypes, lengths or pages do not fit.
         Unsupported: an argument requires grad or is not supported.
+
+    Examples:
+        >>> from saccade.integrations.flash_attn_3 import flash_attn_with_kvcache
+        >>> k_cache, v_cache = torch.zeros(2, 1, 4096, 8, 64)
+        >>> q, k, v = torch.randn(3, 1, 1, 8, 64)  # one new token, after 100
+        >>> out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=100, causal=True)
     """
     where: Any = {"cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
     rotary: Any = {"cos": rotary_cos, "sin": rotary_sin, "first": rotary_seqlens, "interleaved": rotary_interleaved}
@@ -228,35 +249,6 @@ def flash_attn_with_kvcache(
     call = CacheArguments(q, k_cache, v_cache, k, v, mask, softmax_scale, softcap, **where, **rotary, **packed)
     o, lse = attend_cache(call._replace(table=page_table, table_name="page_table", descale=descale))
     return (o, lse, torch.tensor([]), torch.tensor([])) if return_softmax_lse else o
-
-
-def flash_attn_combine(
-    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
-    """Merge partial results over disjoint keys, by `saccade.merge`.
-
-    Args:
-        out_partial: [splits, B, S, H, D], or packed [splits, total, H, D].
-        lse_partial: [splits, B, S, H], or packed [splits, total, H].
-        out: a tensor to which the result is written as well.
-        out_dtype: the dtype of out; None for that of out_partial.
-
-    Returns:
-        (out, lse), without the dimension of the splits.
-
-    Raises:
-        TypeError, ValueError: dtypes or shapes do not fit.
-    """
-    for name, x in (("out_partial", out_partial), ("lse_partial", lse_partial)):
-        check_tensor(name, x)
-    if out_partial.dim() not in (4, 5) or lse_partial.shape != out_partial.shape[:-1]:
-        shapes = [list(x.shape) for x in (out_partial, lse_partial)]
-        wanted = "[splits, B, S, H, D] and [splits, B, S, H], or packed, without B"
-        raise ValueError(f"out_partial, lse_partial have shapes {shapes}; expected {wanted}")
-    wide = torch.promote_types(out_partial.dtype, torch.float32)
-    o, lse = merge(list(zip(out_partial.to(wide).unbind(), lse_partial.unbind(), strict=True)))
-    o = o.to(out_partial.dtype if out_dtype is None else out_dtype)
-    return o if out is None else written(out, o), lse
 
 
 def get_scheduler_metadata(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import Unsupported
 from .flash_arguments import check_integers, check_numbers, check_tensor, needs_gradient, refuse, signed_mask_of
-from .flash_attn_3 import flash_attn_combine as combined
+from .flash_combine import flash_attn_combine as combined
 from .flash_packed import JOIN, Scores, Sequences, attend, attend_pages
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata"]
@@ -66,6 +66,11 @@ def flash_attn_func(
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it.
         Unsupported: the call cannot be computed.
+
+    Examples:
+        >>> from saccade.integrations.flash_attn_4 import flash_attn_func
+        >>> q = k = v = torch.randn(2, 1024, 8, 64)
+        >>> out, lse = flash_attn_func(q, k, v, causal=True, learnable_sink=torch.zeros(8), return_lse=True)
     """
     refuse(gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod)
     refuse(aux_tensors=aux_tensors, aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors)
@@ -123,6 +128,12 @@ def flash_attn_varlen_func(
     Returns:
         (out, lse): out like q with the head size of v; lse of packed q [Hq, total], with qv [total, Hq]. The other
         arguments, results and errors are those of `flash_attn_func`.
+
+    Examples:
+        >>> from saccade.integrations.flash_attn_4 import flash_attn_varlen_func
+        >>> q = k = v = torch.randn(1024, 8, 64)  # sequences of 300 and 724 tokens
+        >>> cu_seqlens = torch.tensor([0, 300, 1024], dtype=torch.int32)
+        >>> out, _ = flash_attn_varlen_func(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, causal=True)
     """
     refuse(gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod)
     refuse(aux_tensors=aux_tensors, aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors)
@@ -148,6 +159,11 @@ def flash_attn_combine(
 
     Returns:
         (out, lse); lse is None without return_lse.
+
+    Examples:
+        >>> from saccade.integrations.flash_attn_4 import flash_attn_combine
+        >>> out_partial, lse_partial = torch.randn(4, 2, 16, 8, 64), torch.randn(4, 2, 16, 8)  # 4 splits
+        >>> out, _ = flash_attn_combine(out_partial, lse_partial, return_lse=False)
     """
     refuse(seqused=seqused)
     if cu_seqlens is not None:

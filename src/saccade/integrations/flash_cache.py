@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..arrays import ArrayOrTuple
 from .flash_append import attend_cache
 from .flash_arguments import bias_of, check_tensor, mask_of
 from .flash_places import CacheArguments
@@ -31,7 +32,7 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
-) -> Any:
+) -> ArrayOrTuple:
     """Append k and v to a cache in place, and attend q over it, without a gradient.
 
     On the host every length and page is checked before anything is written. On a GPU, and in a graph of torch.compile,
@@ -58,6 +59,12 @@ def flash_attn_with_kvcache(
     Raises:
         TypeError, ValueError: shapes, dtypes, lengths or pages do not fit.
         Unsupported: an argument requires grad.
+
+    Examples:
+        >>> from saccade.integrations.flash_attn import flash_attn_with_kvcache
+        >>> k_cache, v_cache = torch.zeros(2, 1, 4096, 8, 64)
+        >>> q, k, v = torch.randn(3, 1, 1, 8, 64)  # one new token, after 100
+        >>> out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=100, causal=True)
     """
     check_tensor("q", q)
     mask, slopes = mask_of(causal, window_size), alibi_slopes

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import mask as masks
+from ..arrays import Array
 from ..mask import Mask, columns
 from ..mask.contents import host
 from ..mask.forms import Lowered
@@ -31,7 +32,7 @@ Ints = NDArray[np.int32]
 _CHUNK = 64
 
 
-def from_flashmask(startend_row_indices: Any, causal: bool = False, *, Hq: int | None = None) -> Mask:
+def from_flashmask(startend_row_indices: Array, causal: bool = False, *, Hq: int | None = None) -> Mask:
     """The mask that hides the pairs that FlashMask's columns hide (Wang et al., 2024).
 
     Args:
@@ -46,6 +47,16 @@ def from_flashmask(startend_row_indices: Any, causal: bool = False, *, Hq: int |
     Raises:
         TypeError: another dtype.
         ValueError: another shape, or H does not divide Hq.
+
+    Examples:
+        >>> from saccade.integrations.flashmask import from_flashmask
+        >>> start = np.array([2, 2, 5, 5, 5], np.int32)  # rows from start[j] on do not see key j
+        >>> print(from_flashmask(start.reshape(1, 1, 5, 1), causal=True).draw(5, 5))
+        █····
+        ██···
+        ··█··
+        ··██·
+        ··███
     """
     x, counts = host(startend_row_indices), (1, 2) if causal else (2, 4)
     if x.ndim != 4 or x.shape[-1] not in counts or not x.shape[1]:
@@ -93,6 +104,13 @@ def to_flashmask(mask: Mask, B: int, Tq: int, Tk: int) -> tuple[Ints, bool]:
     Raises:
         ValueError: a key is hidden in more than two runs of rows, for which FlashMask has no columns; or the arrays of
             the mask do not fit these sizes.
+
+    Examples:
+        >>> from saccade.integrations.flashmask import to_flashmask
+        >>> mask = saccade.mask.causal() & saccade.mask.documents([0, 0, 1, 1, 1])
+        >>> startend_row_indices, causal = to_flashmask(mask, 1, 5, 5)
+        >>> startend_row_indices[0, 0, :, 0], causal
+        (array([2, 2, 5, 5, 5], dtype=int32), True)
     """
     heads = lower(mask, B, head_count(mask), Tq, Tk)
     runs = np.stack([_hidden(low, B, Tq, Tk) for low in heads.masks], 2)[:, :, heads.head]

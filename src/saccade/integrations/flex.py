@@ -31,6 +31,10 @@ def to_mask_mod(mask: Mask, B: int, Hq: int, Tq: int, Tk: int, *, device: Any = 
 
     Returns:
         A `mask_mod` for `torch.nn.attention.flex_attention`.
+
+    Examples:
+        >>> from saccade.integrations.flex import to_mask_mod
+        >>> mask_mod = to_mask_mod(saccade.mask.causal(), 1, 8, 1024, 1024)  # B, Hq, Tq, Tk
     """
     lowered = lower(mask, B, Hq, Tq, Tk)
     tests = [_test_of(low, device) for low in lowered.masks]
@@ -61,6 +65,12 @@ def to_block_mask(mask: Mask, B: int, Hq: int, Tq: int, Tk: int, *, device: Any 
 
     Raises:
         Unsupported: the mask has strides, whose tiles are not neighbouring keys.
+
+    Examples:
+        >>> from saccade.integrations.flex import to_block_mask
+        >>> block_mask = to_block_mask(saccade.mask.causal(), 1, 8, 1024, 1024)  # B, Hq, Tq, Tk
+        >>> block_mask.sparsity()  # percent
+        43.75
     """
     limits = Limits("flex", block, block, quantum=block)
     plan = make_plan(Problem(B, Tq, Tk, Hq, Hq, 64, 64, mask=mask), limits)
@@ -102,6 +112,16 @@ def from_block_mask(block_mask: BlockMask) -> Mask:
 
     Returns:
         A mask of `saccade.mask`.
+
+    Examples:
+        >>> from torch.nn.attention.flex_attention import create_block_mask
+        >>> from saccade.integrations.flex import from_block_mask
+        >>> block_mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, device="cpu")
+        >>> print(from_block_mask(block_mask).draw(256, 256, size=4))
+        ▒···
+        █▒··
+        ██▒·
+        ███▒
     """
     B, H, Tq, Tk = (int(n) for n in block_mask.shape)
     size = int(block_mask.BLOCK_SIZE[0]), int(block_mask.BLOCK_SIZE[1])

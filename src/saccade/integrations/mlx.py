@@ -46,6 +46,12 @@ def scaled_dot_product_attention(
 
     Raises:
         TypeError, ValueError, Unsupported: as in `saccade.attention`; MLX's errors for its own masks.
+
+    Examples:
+        >>> import mlx.core as mx
+        >>> from saccade.integrations.mlx import scaled_dot_product_attention
+        >>> q = k = v = mx.random.normal((1, 8, 64, 64))  # heads before tokens
+        >>> o = scaled_dot_product_attention(q, k, v, scale=64**-0.5, mask=saccade.mask.causal())
     """
     if not isinstance(mask, Mask):
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks, stream=stream)

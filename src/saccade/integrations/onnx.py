@@ -49,6 +49,12 @@ def translation_table() -> dict[Any, Callable[..., Any]]:
 
     Returns:
         A dict from Saccade's operator in torch to its translation.
+
+    Examples:
+        >>> from saccade.integrations.onnx import translation_table
+        >>> model, x = saccade.nn.Attention(64, heads=4).eval(), torch.randn(2, 100, 64)
+        >>> options = {"dynamo": True, "opset_version": 23, "custom_translation_table": translation_table()}
+        >>> program = torch.onnx.export(model, (x,), verbose=False, **options)
     """
     return {torch.ops.saccade.forward.default: _attention}
 

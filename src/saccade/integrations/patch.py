@@ -43,6 +43,11 @@ def patch_sdpa(*, backend: str | None = None) -> SdpaMode:
 
     Raises:
         Unsupported: for nested tensors, and under `torch.jit.trace`, when attention is called.
+
+    Examples:
+        >>> query = key = value = torch.randn(2, 8, 1024, 64)
+        >>> with saccade.patch_sdpa():
+        ...     o = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     """
     from .sdpa_mode import mode
 

@@ -48,6 +48,11 @@ def scaled_dot_product_attention(
     Raises:
         ValueError: shapes do not fit, or attn_mask is given with is_causal.
         TypeError, Unsupported: as in `saccade.attention`; Unsupported also for nested tensors and `torch.jit.trace`.
+
+    Examples:
+        >>> from saccade.integrations.sdpa import scaled_dot_product_attention
+        >>> query = key = value = torch.randn(2, 8, 1024, 64)  # heads before tokens
+        >>> o = scaled_dot_product_attention(query, key, value, is_causal=True)
     """
     _check_kind(query, key, value)
     if is_causal and attn_mask is not None:

@@ -36,6 +36,12 @@ def from_splash(mask: Any) -> Mask:
 
     Raises:
         Unsupported: another class, or rows in another order (`q_sequence`).
+
+    Examples:
+        >>> from jax.experimental.pallas.ops.tpu.splash_attention import CausalMask
+        >>> from saccade.integrations.splash import from_splash
+        >>> from_splash(CausalMask((1024, 1024)))
+        causal(0)
     """
     name = type(mask).__name__
     if name not in _READERS:
@@ -64,6 +70,12 @@ def to_splash(mask: Mask, Tq: int, Tk: int) -> Any:
     Raises:
         Unsupported: JAX is not installed.
         ValueError: the mask differs between batch entries.
+
+    Examples:
+        >>> from saccade.integrations.splash import to_splash
+        >>> splash = to_splash(saccade.mask.window(255, 0), 1024, 1024)
+        >>> type(splash).__name__, splash.shape
+        ('LocalMask', (1024, 1024))
     """
     try:
         classes = importlib.import_module(MODULE)

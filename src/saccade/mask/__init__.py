@@ -4,9 +4,11 @@ i is the position of a query and j that of a key. The last query is aligned with
 position i = t + Tk - Tq, and under `& keys(stop)` at i = t + stop[b] - Tq, unless a mask has an `offset`.
 
 Examples:
-    >>> from saccade.mask import causal, documents, global_tokens, window
-    >>> mask = causal() & (window(255, 0) | global_tokens(4)) & documents(cu_seqlens=[0, 1000, 1024])
-    >>> o = saccade.attention(q, k, v, mask)
+    >>> from saccade import mask
+    >>> packed = mask.causal() & mask.documents(cu_seqlens=[0, 1000, 1024])
+    >>> packed &= mask.window(255, 0) | mask.global_tokens(4)
+    >>> q = k = v = torch.randn(1, 1024, 8, 64)
+    >>> o = saccade.attention(q, k, v, packed)
 """
 
 from __future__ import annotations

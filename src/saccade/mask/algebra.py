@@ -1,26 +1,21 @@
 """The mask expression: a hashable structure and its leaves (integers, arrays).
 
-A mask says which keys j a query at position i may see. It is a value: combine masks with `&`, `|` and `~`,
-print, parse, pickle and compare them. `contents.py` explains how arrays are read and compared.
+A mask says which keys j a query at position i may see. `contents.py` explains how arrays are read and compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .bits import Bits
+from . import structures
 from .contents import equal, freeze, host, snapshot, version
+from .structures import Leaf
 
-# a leaf is None (a default), an integer, an array (NumPy, or torch by reference), or Bits of an array
-Leaf = Any
-
-# from `kinds.KINDS`: how many leaves each kind of node has, and the kinds whose arrays are compared as booleans
-ARITY: dict[str, int] = {}
+# from `kinds.KINDS`: the kinds whose arrays are compared as booleans
 BOOLEANS: set[str] = set()
 # functions that methods of `Mask` call, from modules that import this one
 _methods: dict[str, Callable[..., Any]] = {}
@@ -28,7 +23,7 @@ _methods: dict[str, Callable[..., Any]] = {}
 
 def register(arity: Mapping[str, int], booleans: Iterable[str], **methods: Callable[..., Any]) -> None:
     """Supply functions and tables from modules that import this one; `saccade.mask` calls it once, on import."""
-    ARITY.update({**arity, "and": 0, "or": 0, "not": 0})
+    structures.ARITY.update({**arity, "and": 0, "or": 0, "not": 0})
     BOOLEANS.update(booleans)
     _methods.update(methods)
 
@@ -45,9 +40,13 @@ class Mask:
     can be pickled, and they are equal if they are the same expression with equal arrays.
 
     Attributes:
-        kind: name of the node, a key of `ARITY`.
+        kind: name of the node, a key of `structures.ARITY`.
         args: leaves, each None, an integer or an array.
         children: sub-expressions.
+
+    Examples:
+        >>> print(mask.causal() & ~mask.window(1, 0))
+        causal() & ~window(1, 0)
     """
 
     __slots__ = ("__weakref__", "_flat", "_key", "args", "children", "kind", "memo")
@@ -78,22 +77,18 @@ class Mask:
         )
 
     def flatten(self) -> tuple[str, list[Any], list[Any]]:
-        """(structure, ints, data): the structure as text, and the integer and array leaves in the order of the text.
-
-        In the structure `_` is None, `#` an integer and `@` an array, as in `and(causal(_),window(#,#,_))`. `%` is an
-        array of booleans as bits: an integer, the size of the last dimension, and an array of bytes.
-        """
+        """(structure, ints, data): the structure as text, and the integer and array leaves in the order of the text."""
         if self._flat is None:
             ints: list[Any] = []
             data: list[Any] = []
-            self._flat = (_describe(self, ints, data), ints, data)
+            self._flat = (structures.text(self, ints, data), ints, data)
         structure, ints, data = self._flat
         return structure, list(ints), list(data)
 
     @staticmethod
     def unflatten(structure: str, ints: Sequence[Any], data: Sequence[Any]) -> Mask:
         """The inverse of `flatten`; arrays are used by reference."""
-        return _structure(structure)(iter(ints), iter(data))
+        return structures.build(Mask, structure, ints, data)
 
     @property
     def has_data(self) -> bool:
@@ -185,7 +180,7 @@ class Mask:
             ValueError: the file has another suffix, the arrays have other sizes, or batch or head is out of range.
 
         Examples:
-            >>> print(saccade.mask.causal().draw(8, 8))
+            >>> text = mask.causal().draw(64, 64, "causal.svg")
         """
         return _methods["draw"](self, (Tq, Tk), path, B=B, batch=batch, head=head, size=size)
 
@@ -245,68 +240,3 @@ def _equal(a: Mask, b: Mask) -> bool:
 
 def _rebuild(structure: str, ints: list[Any], data: list[Any]) -> Mask:
     return Mask.unflatten(structure, ints, [freeze(a) if isinstance(a, np.ndarray) else a for a in data])
-
-
-def _describe(mask: Mask, ints: list[Any], data: list[Any]) -> str:
-    parts: list[str] = []
-    for leaf in mask.args:
-        if leaf is None:
-            parts.append("_")
-        elif isinstance(leaf, Bits):
-            parts.append("%")
-            ints.append(leaf.n)
-            data.append(leaf.packed)
-        elif hasattr(leaf, "shape"):
-            parts.append("@")
-            data.append(leaf)
-        else:
-            parts.append("#")
-            ints.append(leaf)
-    for child in mask.children:
-        parts.append(_describe(child, ints, data))
-    return mask.kind + "(" + ",".join(parts) + ")"
-
-
-# in a structure, by their sign: the next leaf from the iterators of integers and of arrays
-_LEAVES: dict[str, Callable[[Any, Any], Leaf]] = {
-    "_": lambda ints, data: None,
-    "#": lambda ints, data: next(ints),
-    "@": lambda ints, data: next(data),
-    "%": lambda ints, data: Bits(next(data), next(ints)),
-}
-
-
-@lru_cache(maxsize=1024)
-def _structure(text: str) -> Callable[[Any, Any], Mask]:
-    # structure text -> a function of the two leaf iterators
-    build, rest = _read_node(text, 0)
-    if rest != len(text):
-        raise ValueError(f"a mask structure ends at {rest} of {text!r}; expected one node such as 'causal(_)'")
-    return build
-
-
-def _read_node(text: str, at: int) -> tuple[Callable[[Any, Any], Mask], int]:
-    start = text.find("(", at)
-    kind = text[at:start] if start >= 0 else text[at:]
-    if kind not in ARITY or start < 0:
-        raise ValueError(f"unknown node {kind!r} in mask structure {text!r}; known are {', '.join(ARITY)}")
-    at = start + 1
-    leaves = ""
-    children: list[Callable[[Any, Any], Mask]] = []
-    while at < len(text) and text[at] != ")":
-        if text[at] in _LEAVES:
-            leaves += text[at]
-            at += 1
-        else:
-            child, at = _read_node(text, at)
-            children.append(child)
-        if at < len(text) and text[at] == ",":
-            at += 1
-    if at >= len(text) or len(leaves) != ARITY[kind]:
-        raise ValueError(f"{kind} in mask structure {text!r} has leaves {leaves!r}; expected {ARITY[kind]} and a ')'")
-
-    def build(ints: Any, data: Any) -> Mask:
-        args = tuple(_LEAVES[c](ints, data) for c in leaves)
-        return Mask(kind, args, tuple(child(ints, data) for child in children))
-
-    return build, at + 1

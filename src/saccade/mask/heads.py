@@ -30,7 +30,7 @@ def per_head(masks: Sequence[Mask | None]) -> Mask:
         ValueError: the list is empty, or contains `per_head`.
 
     Examples:
-        >>> mask = per_head([causal() & window(255, 0)] * 6 + [causal()] * 2)  # 8 heads
+        >>> heads = mask.per_head([mask.causal() & mask.window(255, 0)] * 6 + [mask.causal()] * 2)  # 8 heads
     """
     children = tuple(full() if m is None else m for m in masks)
     for child in children:

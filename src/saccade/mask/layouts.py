@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import ArrayOrList
 from . import arguments
 from .algebra import Mask
 from .bits import Bits
@@ -20,7 +21,7 @@ from .terms import Terms
 __all__ = ["columns", "dense", "ranges", "tiles"]
 
 
-def columns(start: Any = None, stop: Any = None) -> Mask:
+def columns(start: ArrayOrList | None = None, stop: ArrayOrList | None = None) -> Mask:
     """Key j is seen by rows start[j] <= t < stop[j].
 
     Rows count from the first query. The columns of FlashMask (Wang et al., 2024) are the opposite: they are the rows
@@ -34,11 +35,18 @@ def columns(start: Any = None, stop: Any = None) -> Mask:
     Raises:
         TypeError: both are None, or an array is not of integers.
         ValueError: a start is above its stop, or the lengths differ.
+
+    Examples:
+        >>> print(mask.columns(start=[0, 0, 2, 2], stop=[2, 4, 4, 4]).draw(4, 4))
+        ██··
+        ██··
+        ·███
+        ·███
     """
     return _bounded("columns", start, stop)
 
 
-def ranges(start: Any = None, stop: Any = None) -> Mask:
+def ranges(start: ArrayOrList | None = None, stop: ArrayOrList | None = None) -> Mask:
     """Row t sees keys start[t] <= j < stop[t]; it is `columns` with rows and keys exchanged.
 
     Args:
@@ -49,6 +57,13 @@ def ranges(start: Any = None, stop: Any = None) -> Mask:
     Raises:
         TypeError: both are None, or an array is not of integers.
         ValueError: a start is above its stop, or the lengths differ.
+
+    Examples:
+        >>> print(mask.ranges(start=[0, 0, 1, 2], stop=[1, 2, 3, 4]).draw(4, 4))
+        █···
+        ██··
+        ·██·
+        ··██
     """
     return _bounded("ranges", start, stop)
 
@@ -121,7 +136,7 @@ def bounds_terms(mask: Mask, context: Context) -> Terms:
     return [context.part(mask.key, lambda: between(start, stop, Tq, Tk, "q"))]
 
 
-def tiles(layout: Any, block: int | tuple[int, int]) -> Mask:
+def tiles(layout: ArrayOrList, block: int | tuple[int, int]) -> Mask:
     """Blocks of pairs: row t sees key j if layout[t div bq, j div bk] is True.
 
     Args:
@@ -133,7 +148,7 @@ def tiles(layout: Any, block: int | tuple[int, int]) -> Mask:
         ValueError: layout has another number of dimensions, or block is not positive.
 
     Examples:
-        >>> mask = tiles(np.eye(8, dtype=bool), 128)  # 8 diagonal blocks of 128 tokens
+        >>> blocks = mask.tiles(np.eye(8, dtype=bool), 128)  # 8 diagonal blocks of 128 tokens
     """
     pair = block if isinstance(block, tuple) else (block, block)
     if len(pair) != 2:
@@ -166,7 +181,7 @@ def tiles_terms(mask: Mask, context: Context) -> Terms:
     return [context.part(mask.key, lambda: _grid(*mask.args))]
 
 
-def dense(allowed: Any) -> Mask:
+def dense(allowed: ArrayOrList) -> Mask:
     """Any boolean array, stored as Tq · Tk bits. `from_dense` looks for a smaller form first.
 
     Args:
@@ -175,6 +190,10 @@ def dense(allowed: Any) -> Mask:
     Raises:
         TypeError: allowed is an array of floats.
         ValueError: allowed has another number of dimensions.
+
+    Examples:
+        >>> seen = np.random.default_rng(0).random((1024, 1024)) < 0.1
+        >>> sparse = mask.causal() & mask.dense(seen)
     """
     return Mask("dense", (arguments.bits(allowed, "dense", "allowed", (2, 3)),))
 

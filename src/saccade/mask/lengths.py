@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import ArrayOrList
 from . import arguments
 from .algebra import Mask
 from .contents import host, is_tensor
@@ -22,7 +23,7 @@ __all__ = ["global_tokens", "keys", "padding", "prefix"]
 _RUNS = 2
 
 
-def keys(start: Any, stop: Any = None) -> Mask:
+def keys(start: int | ArrayOrList, stop: int | ArrayOrList | None = None) -> Mask:
     """Keys j < stop as `keys(stop)`, or start <= j < stop as `keys(start, stop)`.
 
     As a direct member of an `&` chain, keys(stop) also moves the queries: the last query is then at position
@@ -35,7 +36,7 @@ def keys(start: Any, stop: Any = None) -> Mask:
         TypeError, ValueError: a bound is not an integer or [B], or is negative.
 
     Examples:
-        >>> mask = causal() & keys([700, 1024])  # two sequences of 700 and 1024 keys
+        >>> ragged = mask.causal() & mask.keys([700, 1024])  # two sequences of 700 and 1024 keys
     """
     if stop is None:
         return Mask("keys", (None, arguments.count(start, "keys", "stop")))
@@ -63,7 +64,7 @@ def keys_terms(mask: Mask, context: Context) -> Terms:
     return [term(k_hi=number(stop))] if start is None else [term(k_lo=number(start), k_hi=number(stop))]
 
 
-def prefix(n: Any) -> Mask:
+def prefix(n: int | ArrayOrList) -> Mask:
     """Keys j < n, for every query; positions do not change. `causal() | prefix(n)` is a prefix language model.
 
     Args:
@@ -71,6 +72,13 @@ def prefix(n: Any) -> Mask:
 
     Raises:
         TypeError, ValueError: n is not an integer or [B], or is negative.
+
+    Examples:
+        >>> print((mask.causal() | mask.prefix(2)).draw(4, 4))
+        ██··
+        ██··
+        ███·
+        ████
     """
     return Mask("prefix", (arguments.count(n, "prefix", "n"),))
 
@@ -93,7 +101,7 @@ def prefix_terms(mask: Mask, context: Context) -> Terms:
 _TRUE = "True marks a token; torch's key_padding_mask is True for padding: mask.padding(~key_padding_mask)"
 
 
-def padding(tokens: Any) -> Mask:
+def padding(tokens: ArrayOrList) -> Mask:
     """Keys that are tokens rather than padding; padding may be at either end of a sequence, or at both.
 
     Positions do not change, unlike with `keys(stop)`. Queries that are padding see the tokens that the rest of
@@ -111,7 +119,8 @@ def padding(tokens: Any) -> Mask:
             has no token (use `prefix(lengths)`).
 
     Examples:
-        >>> mask = causal() & padding(batch["attention_mask"])
+        >>> attention_mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])  # of a tokenizer
+        >>> padded = mask.causal() & mask.padding(attention_mask)
     """
     try:
         leaf = arguments.flags(tokens, "padding", "tokens", (1, 2))
@@ -157,7 +166,7 @@ def padding_sizes(mask: Mask) -> arguments.Sizes:
     return arguments.sizes_of(mask.args, 1, Tk=int(mask.args[0].shape[-1]))
 
 
-def global_tokens(n: Any) -> Mask:
+def global_tokens(n: int | ArrayOrList) -> Mask:
     """Global tokens: a query at a global position sees every key, and every query sees the keys at global positions.
 
     Args:
@@ -167,7 +176,7 @@ def global_tokens(n: Any) -> Mask:
         TypeError, ValueError: n is not an integer or a list of integers.
 
     Examples:
-        >>> longformer = window(128, 128) | global_tokens([0, 1])  # Beltagy et al., 2020
+        >>> longformer = mask.window(128, 128) | mask.global_tokens([0, 1])  # Beltagy et al., 2020
     """
     if isinstance(n, (list, tuple)) or getattr(n, "ndim", 0) > 0:
         return Mask("global_tokens", (arguments.array(n, "global_tokens", "indices", (1, 2)),))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arrays import ArrayOrList
 from . import arguments
 from .algebra import Mask, contains
 from .contents import at_once, host
@@ -22,13 +23,13 @@ __all__ = ["documents"]
 
 
 def documents(
-    ids_q: Any = None,
-    ids_k: Any = None,
+    ids_q: ArrayOrList | None = None,
+    ids_k: ArrayOrList | None = None,
     *,
-    position_ids: Any = None,
-    cu_seqlens: Any = None,
-    cu_q: Any = None,
-    cu_k: Any = None,
+    position_ids: ArrayOrList | None = None,
+    cu_seqlens: ArrayOrList | None = None,
+    cu_q: ArrayOrList | None = None,
+    cu_k: ArrayOrList | None = None,
     each: Mask | None = None,
 ) -> Mask:
     """Keys of the query's own document in a packed sequence.
@@ -55,8 +56,8 @@ def documents(
         ValueError: ids or bounds decrease, or position_ids jump.
 
     Examples:
-        >>> mask = causal() & documents(cu_seqlens=[0, 300, 1024])  # documents of 300 and 724 tokens
-        >>> mask = documents(cu_seqlens=[0, 300, 1024], each=chunked(64))
+        >>> packed = mask.causal() & mask.documents(cu_seqlens=[0, 300, 1024])  # documents of 300 and 724 tokens
+        >>> chunks = mask.documents(cu_seqlens=[0, 300, 1024], each=mask.chunked(64))
     """
     by_ids = ids_q is not None or position_ids is not None
     ways = (ids_q is not None, position_ids is not None, cu_seqlens is not None, cu_q is not None)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import is_torch, namespace
+from ..arrays import Array, is_torch, namespace
 from .algebra import Mask
 from .layouts import columns, tiles
 from .positions import causal, chunked, strided, window
@@ -27,6 +27,17 @@ def strided_factors(s: int) -> Mask:
 
     Raises:
         ValueError: s is less than 1.
+
+    Examples:
+        >>> print(mask.patterns.strided_factors(3).draw(8, 8))
+        █·······
+        ██······
+        ███·····
+        ████····
+        ·████···
+        ··████··
+        █··████·
+        ·█··████
     """
     column = strided(s)
     return causal() & (window(s - 1, None) | column)
@@ -44,6 +55,17 @@ def fixed_factors(s: int, c: int, Tk: int) -> Mask:
 
     Raises:
         ValueError: unless 1 <= c <= s and Tk >= 1.
+
+    Examples:
+        >>> print(mask.patterns.fixed_factors(3, 1, 8).draw(8, 8))
+        █·······
+        ██······
+        ███·····
+        ··██····
+        ··███···
+        ··████··
+        ··█··██·
+        ··█··███
     """
     if not (1 <= c <= s and Tk >= 1):
         raise ValueError(f"fixed_factors: s {s}, c {c} and Tk {Tk} given, expected 1 <= c <= s and Tk >= 1")
@@ -65,6 +87,9 @@ def big_bird(T: int, block: int, *, near: int = 1, ends: int = 1, random: int = 
 
     Raises:
         ValueError: T or block is less than 1, or another number is negative.
+
+    Examples:
+        >>> pattern = mask.patterns.big_bird(4096, 64)
     """
     if min(T, block) < 1 or min(near, ends, random) < 0:
         raise ValueError(
@@ -83,7 +108,7 @@ def big_bird(T: int, block: int, *, near: int = 1, ends: int = 1, random: int = 
     return tiles(layout, block)
 
 
-def top_blocks(q: Any, k: Any, block: int | tuple[int, int], n: int, *, of_the_past: bool = False) -> Mask:
+def top_blocks(q: Array, k: Array, block: int | tuple[int, int], n: int, *, of_the_past: bool = False) -> Mask:
     """For each query block, the n key blocks whose mean keys have the largest products with its mean query.
 
     Products are summed over the heads, which share the choice; Mixture of Block Attention (Lu et al., 2025) chooses in
@@ -102,6 +127,10 @@ def top_blocks(q: Any, k: Any, block: int | tuple[int, int], n: int, *, of_the_p
 
     Raises:
         ValueError: the shapes do not fit, or n is less than 1.
+
+    Examples:
+        >>> q, k = torch.randn(2, 1, 1024, 8, 64)
+        >>> pattern = mask.causal() & mask.patterns.top_blocks(q, k, 64, 4, of_the_past=True)
     """
     shapes = tuple(q.shape), tuple(k.shape)
     if len(shapes[0]) != 4 or len(shapes[1]) != 4 or shapes[0][::3] != shapes[1][::3] or shapes[0][2] % shapes[1][2]:
@@ -112,8 +141,6 @@ def top_blocks(q: Any, k: Any, block: int | tuple[int, int], n: int, *, of_the_p
         raise ValueError(f"top_blocks: n {n} given, expected at least 1 key block")
     bq, bk = block if isinstance(block, tuple) else (block, block)
     Tq, Tk, Hk = shapes[0][1], shapes[1][1], shapes[1][2]
-    if is_torch(q):
-        q, k = q.detach(), k.detach()
     xp = namespace(q)
     # the heads of a group share a key head, so their queries add up
     groups = _means(q, bq).reshape(shapes[0][0], -1, Hk, shapes[0][2] // Hk, shapes[0][3]).sum(3)
@@ -133,9 +160,9 @@ def top_blocks(q: Any, k: Any, block: int | tuple[int, int], n: int, *, of_the_p
 
 
 def _means(x: Any, block: int) -> Any:
-    # [B, T, H, D] -> [B, blocks, H, D] in float32; the last block may be short
+    # [B, T, H, D] -> [B, blocks, H, D] in float32, without a gradient; the last block may be short
     xp, T = namespace(x), x.shape[1]
-    x = x.float() if is_torch(x) else x.astype(np.float32)
+    x = x.detach().float() if is_torch(x) else x.astype(np.float32)
     return xp.stack([x[:, start : start + block].mean(1) for start in range(0, T, block)], 1)
 
 

@@ -24,7 +24,12 @@ __all__ = ["causal", "chunked", "dilated", "full", "strided", "window"]
 
 
 def full() -> Mask:
-    """All keys; the same as no mask."""
+    """All keys; the same as no mask.
+
+    Examples:
+        >>> mask.full() & mask.causal()
+        full() & causal()
+    """
     return Mask("full")
 
 
@@ -42,6 +47,11 @@ def causal(offset: int | None = None) -> Mask:
     Args:
         offset: an int or [B]; row t of the queries is at position i = t + offset. None: the last query is
             aligned with the last key.
+
+    Examples:
+        >>> print(mask.causal().draw(2, 4))  # the last query is aligned with the last key
+        ███·
+        ████
     """
     return Mask("causal", (arguments.offset(offset, "causal"),))
 
@@ -66,7 +76,11 @@ def window(left: int | None = None, right: int | None = None, offset: int | None
         ValueError: left or right is negative.
 
     Examples:
-        >>> mask = window(1023, 0)  # causal, the last 1024 keys
+        >>> print(mask.window(1, 0).draw(4, 4))  # causal, the last 2 keys
+        █···
+        ██··
+        ·██·
+        ··██
     """
     otherwise = ", or None for unbounded"
     left = None if left is None else arguments.natural(left, "window", "left", otherwise)
@@ -103,6 +117,15 @@ def strided(s: int, phase: int = 0) -> Mask:
 
     Raises:
         ValueError: unless s >= 1 and 0 <= phase < s.
+
+    Examples:
+        >>> print(mask.strided(3).draw(6, 6))
+        █··█··
+        ·█··█·
+        ··█··█
+        █··█··
+        ·█··█·
+        ··█··█
     """
     s, phase = arguments.positive(s, "strided", "s"), arguments.integer(phase, "strided", "phase")
     if isinstance(phase, int) and isinstance(s, int) and not 0 <= phase < s:
@@ -126,7 +149,17 @@ def strided_terms(mask: Mask, context: Context) -> Terms:
 
 
 def dilated(radius: int, step: int) -> Mask:
-    """A dilated window: keys j = i + n · step with |n| <= radius, at most 2 · radius + 1 keys."""
+    """A dilated window: keys j = i + n · step with |n| <= radius, at most 2 · radius + 1 keys.
+
+    Examples:
+        >>> print(mask.dilated(1, 2).draw(6, 6))
+        █·█···
+        ·█·█··
+        █·█·█·
+        ·█·█·█
+        ··█·█·
+        ···█·█
+    """
     radius = arguments.natural(radius, "dilated", "radius")
     return Mask("dilated", (radius, arguments.positive(step, "dilated", "step")))
 
@@ -147,7 +180,15 @@ def dilated_terms(mask: Mask, context: Context) -> Terms:
 
 
 def chunked(size: int) -> Mask:
-    """Keys in the query's own chunk of `size` positions: i div size = j div size."""
+    """Keys in the query's own chunk of `size` positions: i div size = j div size.
+
+    Examples:
+        >>> print(mask.chunked(2).draw(4, 4))
+        ██··
+        ██··
+        ··██
+        ··██
+    """
     return Mask("chunked", (arguments.positive(size, "chunked", "size"),))
 
 

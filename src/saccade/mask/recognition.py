@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arrays import ArrayOrList
 from . import arguments
 from .algebra import Mask
 from .contents import host
@@ -22,7 +23,7 @@ Ints = NDArray[Any]
 __all__ = ["from_dense"]
 
 
-def from_dense(allowed: Any) -> Mask:
+def from_dense(allowed: ArrayOrList) -> Mask:
     """The mask of a boolean array, in the smallest form found.
 
     The form is an expression of `causal`, `window`, `prefix` and `full` if there is one; else `ranges` if each row sees
@@ -38,7 +39,7 @@ def from_dense(allowed: Any) -> Mask:
         ValueError: allowed has another number of dimensions.
 
     Examples:
-        >>> from_dense(np.tril(np.ones((1024, 1024), bool)))
+        >>> mask.from_dense(np.tril(np.ones((1024, 1024), bool)))
         causal()
     """
     array = host(arguments.array(allowed, "from_dense", "allowed", (2, 3), np.bool_)) != 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import ArrayOrList
 from . import arguments
 from .algebra import Mask, selected
 from .contents import host
@@ -17,7 +18,7 @@ from .terms import Terms
 __all__ = ["select"]
 
 
-def select(indices: Any, block: int = 1, rows: int = 1) -> Mask:
+def select(indices: ArrayOrList, block: int = 1, rows: int = 1) -> Mask:
     """The keys in a list of blocks, one list for each group of rows and each key head.
 
     Row t sees key j if j div block is in indices[b, h, t div rows], where h is the key head of a query head. Native
@@ -39,8 +40,9 @@ def select(indices: Any, block: int = 1, rows: int = 1) -> Mask:
             shape does not fit or an index is out of range.
 
     Examples:
-        >>> best = scores.topk(16).indices  # [B, Hk, Tq, 16] of blocks
-        >>> mask = causal() & select(best, block=64)
+        >>> scores = torch.randn(2, 4, 1024, 16)  # [B, Hk, Tq, blocks] of 64 keys
+        >>> best = scores.topk(4).indices
+        >>> chosen = mask.causal() & mask.select(best, block=64)
     """
     sizes = arguments.positive(block, "select", "block"), arguments.positive(rows, "select", "rows")
     return Mask("select", (arguments.array(indices, "select", "indices", (4,)), *sizes))

@@ -38,6 +38,10 @@ def parse(text: str) -> Mask:
 
     Raises:
         ValueError: the text has anything else; the message names the column.
+
+    Examples:
+        >>> mask.parse("causal & window(1023, 0)")
+        causal() & window(1023, 0)
     """
     try:
         tree = ast.parse(text.strip(), mode="eval")

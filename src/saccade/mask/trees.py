@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arrays import ArrayOrList
 from . import arguments
 from .algebra import Mask
 from .contents import host
@@ -27,7 +28,7 @@ Ints = NDArray[np.int64]
 _RUNS = 3
 
 
-def tree(parents: Any) -> Mask:
+def tree(parents: ArrayOrList) -> Mask:
     """A tree of continuations of one text: a query sees the prefix, its ancestors and itself.
 
     The n nodes are the last n keys; with `& keys(stop)`, the last n before stop. The keys before them are the prefix.
@@ -47,7 +48,12 @@ def tree(parents: Any) -> Mask:
         ValueError: a parent is below −1, or is not listed before its child, as in a cycle.
 
     Examples:
-        >>> o = saccade.decode(q, cache, mask=tree([-1, 0, 0, 1]))  # node 0 has children 1 and 2, node 1 has child 3
+        >>> draft = mask.tree([-1, 0, 0, 1])  # node 0 has children 1 and 2, node 1 has child 3
+        >>> print(draft.draw(4, 6))  # after a prefix of 2 tokens
+        ███···
+        ████··
+        ███·█·
+        ████·█
     """
     mask = Mask("tree", (arguments.array(parents, "tree", "parents", (1, 2)),))
     if isinstance(mask.args[0], np.ndarray):

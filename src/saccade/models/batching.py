@@ -73,6 +73,13 @@ def serve(
 
     Raises ValueError for a batch or page_size below 1, for fewer rows than `batch`, for rows with a draft, for a draft
     with branches, and as `generate` does.
+
+    Examples:
+        >>> from saccade.models.batching import serve
+        >>> from saccade.models.llama import Llama, LlamaConfig
+        >>> from saccade.models.sampling import Sampler
+        >>> model = Llama(LlamaConfig(vocab_size=100))
+        >>> texts = dict(serve(model, [[1, 2, 3], [1, 2], [9]], 8, Sampler(0.8), batch=2))
     """
     if batch < 1 or page_size < 1:
         raise ValueError(f"batch is {batch} and page_size {page_size}; expected at least 1 of both")

@@ -42,6 +42,14 @@ class Draft:
     calls: how often the model was called, once for each text that had not ended; tokens: the tokens that it drew.
 
     Raises ValueError for numbers out of range.
+
+    Examples:
+        >>> from saccade.models.drafts import Draft
+        >>> from saccade.models.llama import Llama, LlamaConfig
+        >>> from saccade.models.sampling import Sampler, generate
+        >>> model = Llama(LlamaConfig(vocab_size=100))
+        >>> text = list(generate(model, [[1, 2, 3]], 8, Sampler(0.0), draft=(draft := Draft(branches=3))))
+        >>> mean = draft.tokens_per_call
     """
 
     shortest: int = 2

@@ -144,7 +144,14 @@ class Block(nn.Module):
 
 
 class Gpt2(Decoder):
-    """tokens -> logits; called as `Llama`."""
+    """tokens -> logits; called as `Llama`.
+
+    Examples:
+        >>> from saccade.models.gpt2 import Gpt2, Gpt2Config
+        >>> model = Gpt2(Gpt2Config(vocab_size=100, n_embd=64, n_layer=2, n_head=4))
+        >>> model(torch.tensor([[1, 2, 3]])).shape
+        torch.Size([1, 3, 100])
+    """
 
     def __init__(self, config: Gpt2Config) -> None:
         super().__init__()

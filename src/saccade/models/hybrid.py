@@ -131,6 +131,13 @@ class Hybrid(Decoder):
     """tokens -> logits through the layers of a `HybridConfig`; called as `Llama`, with one `StackCache` as caches.
 
     Positions [B, T] separate the documents of a row: the states of recurrent layers start again where one is 0.
+
+    Examples:
+        >>> from saccade.models.hybrid import Hybrid
+        >>> from saccade.models.hybrid_config import HybridConfig, jamba
+        >>> model = Hybrid(HybridConfig(vocab_size=100, **jamba(8)))
+        >>> model(torch.tensor([[1, 2, 3]])).shape
+        torch.Size([1, 3, 100])
     """
 
     def __init__(self, config: HybridConfig) -> None:

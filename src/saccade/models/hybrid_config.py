@@ -36,6 +36,12 @@ class HybridConfig:
     shared one (Qwen3-Next).
     `inner_eps` is the eps of the norms inside a mamba layer; None means no norms. `embedding_scale` multiplies
     embeddings. `softcap` bounds logits; 0 means no bound. Raises ValueError if the fields contradict each other.
+
+    Examples:
+        >>> from saccade.models.hybrid_config import HybridConfig
+        >>> config = HybridConfig(vocab_size=100, mixers=("mamba", "attention"), feed_forward=("swiglu", "swiglu"))
+        >>> config.num_hidden_layers
+        2
     """
 
     # fields of a `DeepSeekConfig` that these stacks do not vary

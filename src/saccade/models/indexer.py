@@ -22,6 +22,12 @@ class Index(NamedTuple):
     """The parts of index scores: q [B, T, heads, size], k [B, S, size] and w [B, T, heads], S >= T.
 
     Query t is at position t + S - T and is scored against the keys up to its own.
+
+    Examples:
+        >>> from saccade.models.indexer import Index
+        >>> index = Index(torch.randn(1, 8, 2, 16), torch.randn(1, 8, 16), torch.rand(1, 8, 2))
+        >>> index.ends()
+        tensor([[1, 2, 3, 4, 5, 6, 7, 8]])
     """
 
     q: Tensor
@@ -47,6 +53,12 @@ class LightningIndexer(nn.Module):
         heads: of the queries.
         size: of a head.
         count: how many keys a query sees.
+
+    Examples:
+        >>> from saccade.models.indexer import LightningIndexer, best_keys
+        >>> x, layer = torch.randn(1, 100, 64), LightningIndexer(64, heads=4, size=16, count=32)
+        >>> keys = best_keys(layer(x), layer.count)
+        >>> chosen = saccade.mask.causal() & saccade.mask.select(keys)
     """
 
     def __init__(self, width: int, q_width: int | None = None, heads: int = 64, size: int = 128, count: int = 2048):
@@ -87,6 +99,12 @@ def best_keys(index: Index, count: int, lengths: Tensor | None = None) -> Tensor
 
     Raises:
         ValueError: count is not positive.
+
+    Examples:
+        >>> from saccade.models.indexer import LightningIndexer, best_keys
+        >>> index = LightningIndexer(64, heads=4, size=16)(torch.randn(1, 100, 64))
+        >>> best_keys(index, 32).shape
+        torch.Size([1, 1, 100, 32])
     """
     if count < 1:
         raise ValueError(f"count is {count}; expected at least 1 key for each query")
@@ -121,6 +139,12 @@ def indexer_loss(
 
     Raises:
         ValueError: shapes do not fit.
+
+    Examples:
+        >>> from saccade.models.indexer import LightningIndexer, indexer_loss
+        >>> index = LightningIndexer(64, heads=4, size=16)(torch.randn(1, 100, 64))
+        >>> q, k = torch.randn(1, 100, 8, 64), torch.randn(1, 100, 2, 64)
+        >>> indexer_loss(index, q, k).sum().backward()
     """
     B, T = index.q.shape[:2]
     lists = torch.empty(B, 1, T, 0) if selected is None else selected

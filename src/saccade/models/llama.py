@@ -38,7 +38,14 @@ class LlamaStack(nn.Module):
 
 
 class Llama(Decoder):
-    """tokens -> logits. Tied models have no `lm_head.weight`: the embedding serves as the head."""
+    """tokens -> logits. Tied models have no `lm_head.weight`: the embedding serves as the head.
+
+    Examples:
+        >>> from saccade.models.llama import Llama, LlamaConfig
+        >>> model = Llama(LlamaConfig(vocab_size=100))
+        >>> model(torch.tensor([[1, 2, 3]])).shape
+        torch.Size([1, 3, 100])
+    """
 
     # the class of its config
     Config: type[LlamaConfig] = LlamaConfig

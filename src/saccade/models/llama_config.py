@@ -19,6 +19,12 @@ class LlamaConfig:
     `head_dim` 0 means `hidden_size / num_attention_heads`; `intermediate_size` 0 means 8/3 · width, rounded up
     to a multiple of 64; `sliding_window` 0 means none. Raises ValueError for a value that `fields.CONFIG` does not
     allow, for sizes that do not divide, or for a `rope_scaling` that is not supported.
+
+    Examples:
+        >>> from saccade.models.llama import LlamaConfig
+        >>> config = LlamaConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+        >>> config.head_dim
+        16
     """
 
     # keys of a Hugging Face config.json that change what is computed, with the supported values

@@ -29,6 +29,11 @@ class SparseSizes:
     end with its own. window: tokens of the sliding window, including the query's own.
 
     Raises ValueError for sizes that do not divide, and if `blocks` has no room for the blocks that are always chosen.
+
+    Examples:
+        >>> from saccade.models.native_sparse import SparseSizes
+        >>> SparseSizes(length=8, stride=4, block=16, blocks=4, window=32)
+        SparseSizes(length=8, stride=4, block=16, blocks=4, first=1, local=2, window=32)
     """
 
     length: int = 32
@@ -119,6 +124,11 @@ class NativeSparseAttention(nn.Module):
 
     Raises:
         ValueError: heads that do not divide.
+
+    Examples:
+        >>> from saccade.models.native_sparse import NativeSparseAttention
+        >>> layer = NativeSparseAttention(64, heads=4, kv_heads=2)
+        >>> y = layer(torch.randn(1, 100, 64))
     """
 
     def __init__(

@@ -21,6 +21,11 @@ class Sampler:
 
     temperature: 0 takes the largest logit; top_k: tokens to draw from, 0 for all; top_p: draw from the fewest tokens
     whose probabilities reach this sum. Raises ValueError for values out of range.
+
+    Examples:
+        >>> from saccade.models.sampler import Sampler
+        >>> Sampler(temperature=0.0).draw(torch.tensor([[0.1, 2.0, 0.3]]))
+        tensor([1])
     """
 
     temperature: float = 0.8

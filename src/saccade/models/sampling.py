@@ -84,6 +84,12 @@ def generate(
     call. Greedy texts are the same, and so are draws of a single prompt; those of several prompts have the same
     probabilities. Rounding may differ, because a call reads more rows, and then decides between almost equal logits.
     Raises ValueError if prompt and new tokens exceed the model's positions, and for drafts with keep or with states.
+
+    Examples:
+        >>> from saccade.models.llama import Llama, LlamaConfig
+        >>> from saccade.models.sampling import Sampler, generate
+        >>> model = Llama(LlamaConfig(vocab_size=100))
+        >>> text = [token for (token,) in generate(model, [[1, 2, 3]], 8, Sampler(0.8))]
     """
     config, longest = model.config, max((len(prompt) for prompt in prompts), default=0)
     capacity = longest + tokens

@@ -33,6 +33,10 @@ class Attention(nn.Module):
 
     Raises:
         ValueError: sizes that do not divide, or an odd head_dim with rope.
+
+    Examples:
+        >>> attention, x = saccade.nn.Attention(64, heads=4, kv_heads=2), torch.randn(2, 100, 64)
+        >>> y = attention(x, saccade.mask.window(15, None))  # the last 16 keys, because it is causal
     """
 
     def __init__(
@@ -100,10 +104,11 @@ class Attention(nn.Module):
                 raise ValueError("context is given with a cache or positions; expected it alone: leave these out")
             return self._joined(api.attention(q, k, v, mask, backend=backend))
         if self.rope is not None:
-            if positions is None:
-                positions = torch.arange(x.shape[1], device=x.device)
-                positions = positions if cache is None else cache.positions[:, None] + positions
-            q, k = rotate(q, positions, **self.rope), rotate(k, positions, **self.rope)
+            at = positions
+            if at is None:
+                at = torch.arange(x.shape[1], device=x.device)
+                at = at if cache is None else cache.positions[:, None] + at
+            q, k = rotate(q, at, **self.rope), rotate(k, at, **self.rope)
         if cache is not None:
             cache.append(k, v)
             return self._joined(api.decode(q, cache, mask=mask, causal=self.causal, backend=backend))

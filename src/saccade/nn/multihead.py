@@ -32,6 +32,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     - `torch.nn.TransformerEncoderLayer` calls this module even in eval mode, because a pre-hook keeps that layer from
       passing the parameters to torch's fused operator. Nested tensors, which `torch.nn.TransformerEncoder` makes of
       padded input in eval mode, are computed as packed sequences.
+
+    Examples:
+        >>> attention = saccade.nn.MultiheadAttention(64, 4, batch_first=True)
+        >>> x = torch.randn(2, 100, 64)
+        >>> y, _ = attention(x, x, x, is_causal=True)
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

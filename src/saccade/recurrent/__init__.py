@@ -22,8 +22,8 @@ from saccade.lazily import names
 
 if TYPE_CHECKING:
     from .diagonal_ops import causal_conv1d, rg_lru, selective_scan
+    from .mamba2 import ssd
     from .ops import gated_delta_rule, gated_linear, linear_attention, scalar_decay
-    from .ssd import ssd
 
 __all__ = [
     "causal_conv1d",
@@ -44,7 +44,7 @@ _HOMES = {
     "rg_lru": "diagonal_ops",
     "scalar_decay": "ops",
     "selective_scan": "diagonal_ops",
-    "ssd": "ssd",
+    "ssd": "mamba2",
 }
 
 

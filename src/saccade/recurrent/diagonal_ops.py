@@ -4,27 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..arrays import Array, ArrayOrList, ArrayOrTuple
 from .diagonal import CAUSAL_CONV1D, RG_LRU, SELECTIVE_SCAN, ConvOptions, GatedOptions, ScanOptions
 from .ops import compute
 
 
 def selective_scan(
-    u: Any,
-    delta: Any,
-    A: Any,
-    B: Any,
-    C: Any,
+    u: Array,
+    delta: Array,
+    A: Array,
+    B: Array,
+    C: Array,
     *,
-    D: Any = None,
-    z: Any = None,
-    delta_bias: Any = None,
+    D: Array | None = None,
+    z: Array | None = None,
+    delta_bias: Array | None = None,
     delta_softplus: bool = False,
-    initial_state: Any = None,
+    initial_state: Array | None = None,
     return_state: bool = False,
-    cu_seqlens: Any = None,
+    cu_seqlens: ArrayOrList | None = None,
     chunk: int | None = None,
     backend: str | None = None,
-) -> Any:
+) -> ArrayOrTuple:
     """Mamba's selective scan (Gu and Dao, 2023), for each channel d with N numbers of state:
 
         h_t = exp(Δ_t A_d) ⊙ h_{t-1} + Δ_t u_t B_t        y_t = (C_t · h_t + D_d u_t) · silu(z_t)
@@ -54,6 +55,11 @@ def selective_scan(
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it.
         Unsupported: the backend cannot compute this.
+
+    Examples:
+        >>> u, delta, A = torch.randn(2, 1024, 64), torch.rand(2, 1024, 64), -torch.rand(64, 16)
+        >>> B, C = torch.randn(2, 2, 1024, 16)
+        >>> y = saccade.recurrent.selective_scan(u, delta, A, B, C)
     """
     arrays = {
         "u": u,
@@ -73,17 +79,17 @@ def selective_scan(
 
 
 def rg_lru(
-    x: Any,
-    r: Any,
-    i: Any,
-    a_param: Any,
+    x: Array,
+    r: Array,
+    i: Array,
+    a_param: Array,
     *,
-    initial_state: Any = None,
+    initial_state: Array | None = None,
     return_state: bool = False,
-    cu_seqlens: Any = None,
+    cu_seqlens: ArrayOrList | None = None,
     chunk: int | None = None,
     backend: str | None = None,
-) -> Any:
+) -> ArrayOrTuple:
     """The real-gated linear recurrent unit of Griffin (De et al., 2024), with one number of state per channel:
 
         log a_t = −8 softplus(Λ) σ(r_t)        h_t = a_t h_{t-1} + sqrt(1 − a_t²) σ(i_t) x_t
@@ -106,6 +112,10 @@ def rg_lru(
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it.
         Unsupported: the backend cannot compute this.
+
+    Examples:
+        >>> x, r, i = torch.randn(3, 2, 1024, 64)
+        >>> h = saccade.recurrent.rg_lru(x, r, i, torch.ones(64))
     """
     arrays = {"x": x, "r": r, "i": i, "a_param": a_param, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
     _require(arrays, "r", "i", "a_param")
@@ -114,16 +124,16 @@ def rg_lru(
 
 
 def causal_conv1d(
-    x: Any,
-    weight: Any,
-    bias: Any = None,
+    x: Array,
+    weight: Array,
+    bias: Array | None = None,
     *,
     activation: str | None = None,
-    initial_state: Any = None,
+    initial_state: Array | None = None,
     return_state: bool = False,
-    cu_seqlens: Any = None,
+    cu_seqlens: ArrayOrList | None = None,
     backend: str | None = None,
-) -> Any:
+) -> ArrayOrTuple:
     """A convolution of each channel over its last K tokens, as in Mamba, DeltaNet and Griffin:
 
         y_t = f(bias + Σ_j weight_j x_{t−K+1+j})
@@ -144,6 +154,10 @@ def causal_conv1d(
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it.
         Unsupported: the backend cannot compute this.
+
+    Examples:
+        >>> x, weight = torch.randn(2, 1024, 64), torch.randn(64, 4)
+        >>> y = saccade.recurrent.causal_conv1d(x, weight, activation="silu")
     """
     arrays = {"x": x, "weight": weight, "bias": bias, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
     _require(arrays, "weight")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import is_mlx, namespace
+from ..arrays import Array, ArrayOrList, ArrayOrTuple, is_mlx, namespace
 from ..operands import number
 from .family import Family, kind_of
 from .problem import MAPS, MATRIX, MatrixOptions, kept
@@ -15,20 +15,20 @@ from .steps import from_columns, in_columns, in_steps, last_steps
 
 
 def linear_attention(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     causal: bool = True,
     feature_map: str | None = "elu+1",
     normalize: bool = True,
     scale: float | None = None,
-    initial_state: Any = None,
+    initial_state: Array | tuple[Array, Array] | None = None,
     return_state: bool | str = False,
-    cu_seqlens: Any = None,
+    cu_seqlens: ArrayOrList | None = None,
     chunk: int | None = None,
     backend: str | None = None,
-) -> Any:
+) -> ArrayOrTuple:
     """Linear attention: o_t = φ(q_t)ᵀ S_t / φ(q_t)ᵀ z_t with S_t = Σ φ(k_j) v_jᵀ and z_t = Σ φ(k_j), j <= t or all j.
 
     Source: Katharopoulos et al., 2020. A query whose weights sum to 0 has o = 0.
@@ -50,6 +50,10 @@ def linear_attention(
 
     Raises:
         TypeError, ValueError, Unsupported: as in `scalar_decay`.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 2, 1024, 8, 64)
+        >>> o = saccade.recurrent.linear_attention(q, k, v)
     """
     if feature_map is not None and feature_map not in MAPS:
         raise ValueError(f"feature_map is {feature_map!r}; expected None or one of {', '.join(MAPS)}")
@@ -71,18 +75,18 @@ def linear_attention(
 
 
 def scalar_decay(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
     *,
     scale: float | None = None,
-    initial_state: Any = None,
+    initial_state: Array | None = None,
     return_state: bool | str = False,
-    cu_seqlens: Any = None,
+    cu_seqlens: ArrayOrList | None = None,
     chunk: int | None = None,
     backend: str | None = None,
-) -> Any:
+) -> ArrayOrTuple:
     """A recurrence with one decay per head and token: S_t = exp(g_t) S_{t-1} + k_t v_tᵀ, o_t = scale S_tᵀ q_t.
 
     It is RetNet (Sun et al., 2023) if g is constant in time, otherwise the simple form of GLA and Mamba-2's SSD.
@@ -107,9 +111,15 @@ def scalar_decay(
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it.
         Unsupported: the backend cannot compute this.
+
+    Examples:
+        >>> q, k, v, g = *torch.randn(3, 2, 1024, 8, 64), -torch.rand(2, 1024, 8)
+        >>> o, state = saccade.recurrent.scalar_decay(q, k, v, g, return_state=True)
+        >>> state.shape
+        torch.Size([2, 8, 64, 64])
     """
     arrays = {"q": q, "k": k, "v": v, "g": g, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
-    if g is None or len(getattr(g, "shape", ())) != 3:
+    if len(getattr(g, "shape", ())) != 3:
         raise ValueError(f"g is {kind_of(g)}; expected [B, T, H], one decay per head: gated_linear takes [B, T, H, K]")
     options = MatrixOptions("add", "", False, True, scale, chunk, "", *kept(return_state), backend)
     o, state = compute(MATRIX, arrays, options)
@@ -117,18 +127,18 @@ def scalar_decay(
 
 
 def gated_linear(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
     *,
     scale: float | None = None,
-    initial_state: Any = None,
+    initial_state: Array | None = None,
     return_state: bool | str = False,
-    cu_seqlens: Any = None,
+    cu_seqlens: ArrayOrList | None = None,
     chunk: int | None = None,
     backend: str | None = None,
-) -> Any:
+) -> ArrayOrTuple:
     """A recurrence with one decay per key channel: S_t = diag(exp(g_t)) S_{t-1} + k_t v_tᵀ, o_t = scale S_tᵀ q_t.
 
     Source: GLA (Yang et al., 2024).
@@ -142,8 +152,12 @@ def gated_linear(
 
     Raises:
         TypeError, ValueError, Unsupported: as in `scalar_decay`.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 2, 1024, 8, 64)
+        >>> o = saccade.recurrent.gated_linear(q, k, v, -torch.rand(2, 1024, 8, 64))
     """
-    if g is None or len(getattr(g, "shape", ())) != 4:
+    if len(getattr(g, "shape", ())) != 4:
         raise ValueError(
             f"g is {kind_of(g)}; expected [B, T, H, K], one decay per channel: scalar_decay takes [B, T, H]"
         )
@@ -154,19 +168,19 @@ def gated_linear(
 
 
 def gated_delta_rule(
-    q: Any,
-    k: Any,
-    v: Any,
-    beta: Any,
-    g: Any = None,
+    q: Array,
+    k: Array,
+    v: Array,
+    beta: Array,
+    g: Array | None = None,
     *,
     scale: float | None = None,
-    initial_state: Any = None,
+    initial_state: Array | None = None,
     return_state: bool | str = False,
-    cu_seqlens: Any = None,
+    cu_seqlens: ArrayOrList | None = None,
     chunk: int | None = None,
     backend: str | None = None,
-) -> Any:
+) -> ArrayOrTuple:
     """The delta rule: S_t = (I - beta_t k_t k_tᵀ) exp(g_t) S_{t-1} + beta_t k_t v_tᵀ, o_t = scale S_tᵀ q_t.
 
     DeltaNet (Schlag et al., 2021) without g, gated DeltaNet (Yang et al., 2025) with one decay per head, Kimi delta
@@ -191,8 +205,13 @@ def gated_delta_rule(
 
     Raises:
         TypeError, ValueError, Unsupported: as in `scalar_decay`.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 2, 1024, 8, 64)
+        >>> k, beta = torch.nn.functional.normalize(k, dim=-1), torch.rand(2, 1024, 8)
+        >>> o = saccade.recurrent.gated_delta_rule(q, k, v, beta, -torch.rand(2, 1024, 8))
     """
-    if beta is None:
+    if beta is None:  # pyright: ignore[reportUnnecessaryComparison]
         raise TypeError("beta is None; expected an array [B, T, H]: scalar_decay has no delta rule")
     if g is not None and len(getattr(g, "shape", ())) not in (3, 4):
         raise ValueError(f"g is {kind_of(g)}; expected [B, T, H] or [B, T, H, K], a decay per head or channel, or None")

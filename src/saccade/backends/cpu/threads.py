@@ -14,7 +14,11 @@ set_ffi_threads(number)
 
 
 def set_num_threads(n: int) -> None:
-    """Use at most n threads, the calling one included."""
+    """Use at most n threads, the calling one included.
+
+    Examples:
+        >>> saccade.set_num_threads(1)  # for example in each worker process of a data loader
+    """
     global number
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"the number of threads is {n!r}; expected an integer of at least 1")
@@ -23,7 +27,11 @@ def set_num_threads(n: int) -> None:
 
 
 def get_num_threads() -> int:
-    """The number of threads that a call may use."""
+    """The number of threads that a call may use.
+
+    Examples:
+        >>> threads = saccade.get_num_threads()
+    """
     return number
 
 

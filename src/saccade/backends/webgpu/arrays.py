@@ -21,6 +21,13 @@ class GpuArray:
 
     shape, dtype: as in NumPy. gpu: the device. buffer: its storage, at least as long as the array; it returns to the
     device's pool when no array shares it any more.
+
+    Examples:
+        >>> from saccade.backends.webgpu import array
+        >>> x = array(np.arange(6, dtype=np.float32)).reshape(2, -1)
+        >>> x.numpy()
+        array([[0., 1., 2.],
+               [3., 4., 5.]], dtype=float32)
     """
 
     def __init__(self, gpu: Gpu, buffer: Buffer, shape: tuple[int, ...], dtype: DTypeLike, owner: Any = None):
@@ -75,6 +82,11 @@ def array(x: Any, gpu: Gpu | None = None) -> GpuArray:
 
     x: float32, float16, int32 or uint32 of any shape, a NumPy array or an object that converts to one; bfloat16 becomes
     float32. Returns a GpuArray, x itself if it is one. Raises TypeError for another dtype.
+
+    Examples:
+        >>> from saccade.backends.webgpu import array
+        >>> q = k = v = array(np.ones((1, 128, 8, 64), np.float32))
+        >>> o = saccade.attention(q, k, v, saccade.mask.causal())  # stays on the device
     """
     if isinstance(x, GpuArray):
         if gpu is not None and x.gpu is not gpu:
@@ -91,7 +103,14 @@ def array(x: Any, gpu: Gpu | None = None) -> GpuArray:
 
 
 def empty(shape: tuple[int, ...], dtype: DTypeLike = np.float32, gpu: Gpu | None = None) -> GpuArray:
-    """Zeros of this shape on the device; dtypes and errors as in `array`."""
+    """Zeros of this shape on the device; dtypes and errors as in `array`.
+
+    Examples:
+        >>> from saccade.backends.webgpu import empty
+        >>> empty((2, 3)).numpy()
+        array([[0., 0., 0.],
+               [0., 0., 0.]], dtype=float32)
+    """
     _check_dtype(np.dtype(dtype))
     gpu = gpu or open_gpu()
     nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize

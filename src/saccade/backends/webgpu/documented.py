@@ -94,6 +94,11 @@ def run(name: str, *, gpu: Gpu | None = None, **arguments: Any) -> Any:
 
     Raises Unsupported for sizes or dtypes that these kernels or this device cannot compute, ValueError and TypeError
     for arguments that do not fit together.
+
+    Examples:
+        >>> from saccade.backends.webgpu import run
+        >>> Q, K, V = np.random.default_rng(0).standard_normal((3, 128, 8, 64), np.float32)  # [T, H, D]
+        >>> o, lse = run("attention_forward", Q=Q, K=K, V=V)
     """
     call = prepare(name, gpu=gpu, **arguments)
     steps = [call.step] if math.prod(call.step.grid) else []

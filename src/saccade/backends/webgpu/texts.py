@@ -122,6 +122,12 @@ def kernel_source(name: str, subgroups: bool = False, target: str = "wgpu") -> s
     subgroups: reduce by subgroup operations, for any subgroup size; the device needs that feature. Kernels without a
     reduction do not change. target: "wgpu", or "browser", where the text must enable the feature. Raises ValueError for
     an unknown name or target.
+
+    Examples:
+        >>> from saccade.backends.webgpu import kernel_source
+        >>> text = kernel_source("attention_forward", target="browser")
+        >>> "fn attention_forward(" in text
+        True
     """
     if name not in DOCUMENTED:
         raise ValueError(f"kernel is {name!r}; expected one of {', '.join(DOCUMENTED)}")

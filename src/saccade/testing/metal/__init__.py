@@ -78,6 +78,16 @@ def emulate(
         RuntimeError: errors of the kernel: a barrier that not all threads reach, too much threadgroup memory, a write
             outside an array.
         ValueError: an argument is wrong.
+
+    Examples:
+        >>> from saccade.testing.metal import Launch, emulate
+        >>> kernel = '''#include <metal_stdlib>
+        ... using namespace metal;
+        ... kernel void twice(device const float* x [[buffer(0)]], device float* y [[buffer(1)]],
+        ...                   uint3 i [[thread_position_in_grid]]) { y[i.x] = 2 * x[i.x]; }'''
+        >>> plan = Launch((32, 1, 1), (32, 1, 1), {"y": ((32,), np.float32)})
+        >>> emulate(kernel, {"x": np.arange(32, dtype=np.float32)}, plan)["y"][:4]
+        array([0., 2., 4., 6.], dtype=float32)
     """
     declared = signature(kernel)
     if schedule not in SCHEDULES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..arrays import cast, namespace
+from ..arrays import Array, ArrayOrList, ArrayOrTuple, cast, namespace
 from ..operands import DTYPES, Spec
 from .family import accumulator, check_array, check_floating
 from .ops import compute
@@ -12,23 +12,23 @@ from .problem import MATRIX, MatrixOptions, kept
 
 
 def ssd(
-    x: Any,
-    dt: Any,
-    A: Any,
-    B: Any,
-    C: Any,
+    x: Array,
+    dt: Array,
+    A: Array,
+    B: Array,
+    C: Array,
     *,
-    D: Any = None,
-    z: Any = None,
-    dt_bias: Any = None,
+    D: Array | None = None,
+    z: Array | None = None,
+    dt_bias: Array | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] | None = None,
-    initial_state: Any = None,
+    initial_state: Array | None = None,
     return_state: bool | str = False,
-    cu_seqlens: Any = None,
+    cu_seqlens: ArrayOrList | None = None,
     chunk: int | None = None,
     backend: str | None = None,
-) -> Any:
+) -> ArrayOrTuple:
     """Mamba-2's SSD: h_t = exp(Δ_t A) h_{t-1} + Δ_t B_t x_tᵀ, y_t = h_tᵀ C_t + D x_t, gated by SiLU(z).
 
     Source: Dao and Gu, 2024. Δ = dt + dt_bias, or its softplus with `dt_softplus`, clamped with `dt_limit`. Small
@@ -52,6 +52,11 @@ def ssd(
 
     Raises:
         TypeError, ValueError, Unsupported: as in `scalar_decay`.
+
+    Examples:
+        >>> x, dt, A = torch.randn(2, 1024, 8, 64), torch.rand(2, 1024, 8), -torch.rand(8)
+        >>> B, C = torch.randn(2, 2, 1024, 1, 16)  # one group, states of 16 numbers
+        >>> y = saccade.recurrent.ssd(x, dt, A, B, C)
     """
     dtype = _check({"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias})
     xp = namespace(x)
