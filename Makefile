@@ -181,7 +181,7 @@ system: ## Debian packages for optional devices: software Vulkan, a browser, cla
 
 # the documentation site, in build/site
 docs: dev ## the documentation site, in build/site
-	$(BIN)/mkdocs build --strict
+	$(BIN)/sphinx-build -W --keep-going -q docs build/site
 
 CXX_FILES = $(wildcard src/saccade/backends/cpu/core/*.[ch]pp)
 check: dev ## linters, types, imports, budgets of size, the checker of prose

@@ -1,0 +1,102 @@
+"""The documentation site: `make docs` builds it with Sphinx in build/site. scripts/site_pages.py is its extension."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "scripts")]
+
+project = "Saccade"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "site_pages"]
+exclude_patterns = ["logs"]
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 4
+# docstrings are written for readers of code: their names in backticks are code
+default_role = "code"
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_inherit_docstrings = False
+napoleon_use_rtype = False
+napoleon_use_param = False
+add_module_names = False
+python_use_unqualified_type_names = True
+maximum_signature_line_length = 88
+copybutton_prompt_text = ">>> "
+
+html_theme = "furo"
+html_title = "Saccade"
+html_static_path = ["assets"]
+html_css_files = ["site.css"]
+html_math_renderer = "mathml"
+html_show_sphinx = html_show_copyright = html_copy_source = False
+# what the search would show of each page is read by requests, which a folder does not answer
+html_show_search_summary = False
+html_theme_options = {
+    "light_css_variables": {"color-brand-primary": "#1f4e79", "color-brand-content": "#1f4e79"},
+    "dark_css_variables": {"color-brand-primary": "#8fbbe0", "color-brand-content": "#8fbbe0"},
+}
+
+site_pages = {
+    "Start": {
+        "Install": "start/install",
+        "PyTorch": "start/pytorch",
+        "Train a model on a laptop": "start/train",
+        "Without an NVIDIA GPU": "start/no-nvidia",
+        "New patterns": "start/patterns",
+        "How it works": "start/look-inside",
+        "Cookbook": "cookbook",
+        "Troubleshooting": "troubleshooting",
+    },
+    "Guide": {
+        "Masks": "masks",
+        "Modules and existing models": "modules",
+        "Caches and serving": "caches",
+        "Train and generate": "training",
+        "Methods of today's models": "methods",
+        "Maximum and entropy": "outputs",
+        "Reproducible results": "reproducible",
+        "Recurrences, matrix states": "recurrent",
+        "Recurrences, channels": "recurrent_diagonal",
+        "Attention on many GPUs": "distributed",
+        "Models over ranks": "distributed_models",
+        "The lab": "lab",
+        "Command line": "command-line",
+    },
+    "Other libraries": {
+        "From other libraries": "porting",
+        "In transformers": "transformers",
+        "Export and JAX": "export",
+    },
+    "Reference": {
+        "Attention and caches": "api/attention",
+        "Masks ": "api/mask",
+        "Modules": "api/nn",
+        "Models": "api/models",
+        "Recurrences": "api/recurrent",
+        "Many GPUs": "api/distributed",
+        "Integrations": "api/integrations",
+        "What each backend computes": "support",
+        "Glossary": "glossary",
+    },
+    "Measured": {
+        "Figures": "performance",
+        "Hopper, forward": "performance/hopper",
+        "Hopper, backward": "performance/hopper-backward",
+    },
+    "Inside": {
+        "Forward, backward, decode, merge": "inside/derivation",
+        "From a call to a kernel": "inside/calls",
+        "Masks and tiles": "inside/masks",
+        "Caches and codes": "inside/caches",
+        "CPU": "inside/cpu",
+        "NVIDIA": "inside/nvidia",
+        "WebGPU": "inside/webgpu",
+        "Metal": "metal",
+        "Recurrences": "inside/recurrent",
+        "Many ranks": "inside/ranks",
+        "Modules and models": "inside/models",
+        "Tests": "inside/tests",
+        "Pictures, the lab, this site": "inside/tools",
+        "Contribute": "recipes",
+    },
+}
