@@ -18,6 +18,7 @@ autodoc_typehints_format = "short"
 autodoc_inherit_docstrings = False
 napoleon_use_rtype = False
 napoleon_use_param = False
+napoleon_use_ivar = True
 add_module_names = False
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 88

@@ -43,6 +43,7 @@ def setup(app: Any) -> dict[str, Any]:
     app.add_html_math_renderer("mathml", inline_renderers=(_inline, None), block_renderers=(_block, None))
     app.connect("builder-inited", draw_charts)
     app.connect("source-read", extend)
+    app.connect("autodoc-skip-member", skips)
     return {"parallel_read_safe": True}
 
 
@@ -61,6 +62,11 @@ def extend(app: Any, page: str, source: list[str]) -> None:
     if page == app.config.root_doc:
         text += "".join(_toctree(title, pages) for title, pages in app.config.site_pages.items())
     source[0] = text
+
+
+def skips(app: Any, what: str, name: str, member: Any, skip: bool, options: Any) -> bool | None:
+    """Whether a member is a field of a named tuple, which the docstring of its class describes; else None."""
+    return True if (getattr(member, "__doc__", None) or "").startswith("Alias for field number") else None
 
 
 def _masks(expressions: list[str], tokens: int) -> str:

@@ -54,7 +54,7 @@ _ARRAYS = [f.name for f in fields(Bias) if f.name not in ("origin", "prune")]
 
 
 def alibi(slopes: Array) -> Bias:
-    """The bias -slope · |i - j| between positions i and j, for `bias=` (Press et al., 2021).
+    """The bias -slope · abs(i - j) between positions i and j, for `bias=` (Press et al., 2021).
 
     It takes O(Hq) memory, and the slopes have a gradient.
 

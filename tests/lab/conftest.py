@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 import time
@@ -59,19 +58,6 @@ def lab(model: Path) -> Iterator[str]:
     process.wait(20)
     # whatever was asked of it, it has complained of nothing
     assert "Traceback" not in process.stdout.read()
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
-    """Chromium with WebGPU, whose adapter is one of software where there is no other."""
-    playwright = pytest.importorskip("playwright.sync_api")
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if program is None:
-        pytest.skip("no browser: make system")
-    with playwright.sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=program, args=["--no-sandbox", "--enable-unsafe-webgpu"])
-        yield found
-        found.close()
 
 
 class Watched:

@@ -1,8 +1,7 @@
-"""The documentation site is built strictly, and fetches nothing from elsewhere."""
+"""The documentation site: built without a warning, read in a browser, and nothing fetched from elsewhere."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import runpy
@@ -10,6 +9,8 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -26,59 +27,114 @@ FETCHED = {
 OUTSIDE = re.compile(r"(?:https?:)?//", re.IGNORECASE)
 
 
-class Fetched(HTMLParser):
-    """Collects what a page fetches."""
+class Page(HTMLParser):
+    """What a page fetches, where its links lead, and the names in it that links can lead to."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__()
-        self.found: list[str] = []
-        self.feed(text)
+        self.fetched: list[str] = []
+        self.links: list[str] = []
+        self.names: set[str] = set()
+        self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
+        values = dict(attrs)
         # the address that a page is known by is no request
-        if given.get("rel") != "canonical":
-            self.found += [value for name, value in attrs if (tag, name) in FETCHED and value]
+        if values.get("rel") != "canonical":
+            self.fetched += [value for name, value in attrs if (tag, name) in FETCHED and value]
+        if tag == "a" and (link := values.get("href")):
+            self.links.append(link)
+        if name := values.get("id"):
+            self.names.add(name)
 
 
-@pytest.mark.timeout(300)
-def test_the_site(tmp_path: Path) -> None:
-    if importlib.util.find_spec("material") is None:
-        pytest.skip("mkdocs-material is not installed: pip install 'saccade[docs]'")
+@pytest.mark.timeout(600)
+def test_the_site(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    for package in ("sphinx", "furo", "myst_parser", "sphinx_copybutton"):
+        pytest.importorskip(package, reason="pip install 'saccade[docs]'")
+    site = tmp_path / "site"
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
-        cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True, text=True, check=False, timeout=280,
+        [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", str(tmp_path / "state"), "docs", str(site)],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    whole(tmp_path)
-    nothing_from_elsewhere(tmp_path)
+    pages = {path.relative_to(site).as_posix(): Page(path) for path in site.rglob("*.html")}
+    whole(site, set(pages))
+    nothing_from_elsewhere(site, pages)
+    links_lead_somewhere(site, pages)
+    read_in_a_browser(site, sorted(pages), request.getfixturevalue("browser"))
 
 
-def whole(site: Path) -> None:
+def whole(site: Path, pages: set[str]) -> None:
     """Every page is there, and what the build makes."""
-    markdown = {path.relative_to(ROOT / "docs").with_suffix("") for path in (ROOT / "docs").rglob("*.md")}
-    sources = {path for path in markdown if path.parts[0] != "logs"}
-    pages = {path.relative_to(site).with_suffix("") for path in site.rglob("*.html")}
-    assert pages == sources | {Path("404")}
-    assert not (site / "logs").exists()
+    markdown = {
+        path.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for path in (ROOT / "docs").rglob("*.md")
+    }
+    assert pages == {path for path in markdown if not path.startswith("logs/")} | {"genindex.html", "search.html"}
     masks, derivation = ((site / name).read_text() for name in ("masks.html", "inside/derivation.html"))
     assert masks.count("<figure><svg") == 24
     assert derivation.count("<math") > 40
-    assert "arithmatex" not in derivation
+    assert "$" not in re.sub(r"(?s)<script.*?</script>|<pre.*?</pre>|<code.*?</code>", "", derivation)
     assert "saccade.api.attention" in (site / "api" / "attention.html").read_text()
-    drawn = set(re.findall(r'src="(measured/[\w.-]+)"', (site / "performance.html").read_text()))
-    assert drawn == {f"measured/{path.name}" for path in (site / "measured").iterdir()}
+    drawn = set(re.findall(r'src="_images/([\w.-]+)"', (site / "performance.html").read_text()))
+    assert drawn == {path.name for path in (ROOT / "docs" / "measured").iterdir()}
 
 
-def nothing_from_elsewhere(site: Path) -> None:
+def nothing_from_elsewhere(site: Path, pages: dict[str, Page]) -> None:
     """No page and no style names a file of another host."""
-    for path in site.rglob("*.html"):
-        outside = [found for found in Fetched(path.read_text()).found if OUTSIDE.match(found)]
-        assert not outside, f"{path.relative_to(site)} fetches {outside}"
+    for name, page in pages.items():
+        outside = [found for found in page.fetched if OUTSIDE.match(found)]
+        assert not outside, f"{name} fetches {outside}"
     for path in site.rglob("*.css"):
         outside = [x for x in re.findall(r"url\(['\"]?([^'\")]+)", path.read_text()) if OUTSIDE.match(x)]
         assert not outside, f"{path.relative_to(site)} fetches {outside}"
+
+
+def links_lead_somewhere(site: Path, pages: dict[str, Page]) -> None:
+    """Every link within the site has its file, and the name in it if there is one."""
+    broken: list[str] = []
+    for name, page in pages.items():
+        for link in page.links:
+            if re.match(r"[a-z]+:", link):
+                continue
+            path, _, anchor = link.partition("#")
+            file = ((site / name).parent / path).resolve() if path else site / name
+            target = pages.get(os.path.relpath(file, site).replace(os.sep, "/"))
+            if not file.exists() or (anchor and target is not None and unquote(anchor) not in target.names):
+                broken.append(f"{name}: {link}")
+    assert not broken, "\n".join(broken)
+
+
+def read_in_a_browser(site: Path, pages: list[str], browser: Any) -> None:
+    """From its folder, in both themes and at the width of a phone: no complaint, nothing cut off; the search finds."""
+    wrong = [
+        complaint
+        for theme, width in (("light", 1280), ("dark", 390))
+        for complaint in complaints(site, pages, browser, theme, width)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def complaints(site: Path, pages: list[str], browser: Any, theme: str, width: int) -> list[str]:
+    wrong: list[str] = []
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme)
+    page = context.new_page()
+    page.on("console", lambda m: m.type in ("error", "warning") and wrong.append(f"{page.url}: {m.text}"))
+    page.on("pageerror", lambda error: wrong.append(f"{page.url}: {error}"))
+    for name in pages:
+        page.goto((site / name).as_uri())
+        if (needed := page.evaluate("document.documentElement.scrollWidth")) > width:
+            wrong.append(f"{name} is {needed} px wide where {width} are shown")
+        cut = page.evaluate(
+            "[...document.querySelectorAll('math[display=block]')].filter(m => m.scrollHeight > m.clientHeight + 1)"
+            ".map(m => m.textContent)"
+        )
+        wrong += [f"{name}, {theme}: the top or foot of {text} is cut off" for text in cut]
+    page.goto(f"{(site / 'search.html').as_uri()}?q=padding")
+    page.wait_for_selector("#search-results li a")
+    assert "Cookbook" in page.inner_text("#search-results")
+    context.close()
+    return wrong
 
 
 def test_the_support_table_is_current() -> None:

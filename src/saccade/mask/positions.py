@@ -149,7 +149,7 @@ def strided_terms(mask: Mask, context: Context) -> Terms:
 
 
 def dilated(radius: int, step: int) -> Mask:
-    """A dilated window: keys j = i + n · step with |n| <= radius, at most 2 · radius + 1 keys.
+    """A dilated window: keys j = i + n · step with -radius <= n <= radius, at most 2 · radius + 1 keys.
 
     Examples:
         >>> print(mask.dilated(1, 2).draw(6, 6))
