@@ -29,6 +29,7 @@ html_title = "Saccade"
 html_static_path = ["assets"]
 html_css_files = ["site.css"]
 html_math_renderer = "mathml"
+html_domain_indices = False
 html_show_sphinx = html_show_copyright = html_copy_source = False
 # what the search would show of each page is read by requests, which a folder does not answer
 html_show_search_summary = False

@@ -28,6 +28,14 @@ def test_case(backend, case, dtype, seed, kinds) -> None:
         require(run.verify(x, backend, backward=False), f"{case} {dtype} {kind} seed {seed}")
 
 
+def test_a_key_that_a_bias_excludes_stays_excluded_by_other_terms(backend) -> None:
+    x = make(cases.by_name("by-position"), poison=False)
+    k, v, bias = x.k.copy(), x.v.copy(), x.bias.copy()
+    bias[..., 3::7] = -np.inf
+    k[:, 3::7] = v[:, 3::7] = np.nan
+    require(run.verify(replace(x, k=k, v=v, bias=bias), backend), "by-position")
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["heads-gqa", "mask-documents-causal", "D7-Dv13", "llama"])

@@ -113,10 +113,10 @@ def test_passes_of_fixed_rows_give_texts_that_do_not_depend_on_the_batch(tempera
     logits: list[dict[int, list[bytes]]] = []
 
     class Recorder(Sampler):
-        def choose(self, rows, generators=None):
+        def draw(self, rows, generators=None, numbers=None):
             for row, one in zip(rows, generators, strict=True):
                 logits[-1].setdefault(one.initial_seed(), []).append(row.float().numpy().tobytes())
-            return super().choose(rows, generators)
+            return super().draw(rows, generators, numbers)
 
     texts = []
     for batch, chunk, page_size in ((1, 64, 4), (2, 3, 16), (6, 7, 1), (4, 64, 5)):
@@ -181,7 +181,7 @@ def test_generation_repeats_and_stops() -> None:
         next(generate(model, [[1], []], 3, Sampler()))
 
 
-def tried_first(step, generators, undo):
+def tried_first(step, device, undo):
     """In place of a capture: steps that are undone, as they compile the kernels of a graph."""
     for _ in range(WARM):
         step()

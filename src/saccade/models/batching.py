@@ -95,7 +95,7 @@ def serve(
     # one for places without a prompt
     layers = model.make_pages((most + 1) * columns + 1, page_size, quantised)
     prefixes = PrefixCache(layers)
-    generators = [torch.Generator(model.device) for _ in range(most)]
+    generators = [torch.Generator() for _ in range(most)]
     static = rows is None and draft is None and replayable(model, layers)
     steps = PagedSteps(model, layers, columns, sampler, generators, backend) if static and most else None
     running, waiting = list[_Running](), list(enumerate(prompts))[::-1]

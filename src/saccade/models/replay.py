@@ -2,7 +2,8 @@
 
 The graph reads the tokens that were drawn last, computes the model, draws the next tokens, and stores them in an array
 of new tokens. Tokens, lengths and the number of steps stay at their addresses and are advanced by the graph itself. The
-host only starts replays, and reads several steps at a time.
+host only starts replays, and reads several steps at a time. It also draws the random numbers of these steps before:
+for each generator that a graph knows, torch starts two kernels in every replay.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ..caches.contiguous import KVCache
 from ..caches.latent import IndexedLatentKVCache, PagedLatentKVCache
 from ..caches.paged import PagedKVCache
 from .experts import Experts
-from .sampler import Sampler, not_finite
+from .sampler import Sampler, not_finite, uniform
 from .states import StackCache
 from .stores import PagedStep
 
@@ -30,15 +31,12 @@ AHEAD = 16
 # steps before the capture, which compile kernels; they need room in the caches, as does the captured one
 WARM = 2
 
-# (step, generators, undo) -> a function that repeats the step; undo: undoes steps that were only tried
-Capture = Callable[[Callable[[], None], Sequence[torch.Generator], Callable[[], None]], Callable[[], None]]
+# (step, device, undo) -> a function that repeats the step; undo: undoes steps that were only tried
+Capture = Callable[[Callable[[], None], torch.device, Callable[[], None]], Callable[[], None]]
 
 
-def captured(
-    step: Callable[[], None], generators: Sequence[torch.Generator], undo: Callable[[], None]
-) -> Callable[[], None]:
-    """A CUDA graph of the step on the device of the generators; each of its replays draws new numbers."""
-    device = generators[0].device
+def captured(step: Callable[[], None], device: torch.device, undo: Callable[[], None]) -> Callable[[], None]:
+    """A CUDA graph of the step, on the device."""
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -48,8 +46,6 @@ def captured(
         torch.cuda.current_stream().wait_stream(stream)
         undo()
         graph = torch.cuda.CUDAGraph()
-        for generator in generators:
-            graph.register_generator_state(generator)
         # calls of other threads to CUDA do not end the capture
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             step()
@@ -64,16 +60,16 @@ def captured(
 class Draws:
     """The tokens that steps draw, in arrays that stay at their addresses.
 
-    token: int64 [rows], the last ones. tokens: int64 [steps, rows], those of the first `count` steps. ended, finite:
-    bool [rows], whether an end token was drawn, and whether the logits were finite until then. generators: one for all
-    rows, or one for each.
+    token: int64 [rows], the last ones. tokens: int64 [steps, rows], those of the first `count` steps. chances: float64
+    [steps, rows], the uniform numbers that decide them, or None for a temperature of 0. ended, finite: bool [rows],
+    whether an end token was drawn, and whether the logits were finite until then.
     """
 
-    def __init__(
-        self, model: Decoder, sampler: Sampler, generators: Sequence[torch.Generator], rows: int, steps: int
-    ) -> None:
-        device = model.device
-        self.sampler, self.generators = sampler, generators
+    def __init__(self, model: Decoder, sampler: Sampler, rows: int, steps: int) -> None:
+        device = self.device = model.device
+        self.sampler = sampler
+        drawing = sampler.temperature > 0
+        self.chances = torch.zeros(steps, rows, dtype=torch.float64, device=device) if drawing else None
         # places without a sequence read it, too, so it is a token of the vocabulary
         self.first_end = max(0, model.config.ends[0])
         self.ends = torch.tensor(model.config.ends, device=device)
@@ -90,8 +86,8 @@ class Draws:
 
     def draw(self, logits: Tensor) -> None:
         """Draw the next token of each row, or the end token again; logits: [rows, vocab]."""
-        one = self.generators[0] if len(self.generators) == 1 else self.generators
-        token, finite = self.sampler.choose(logits, one)
+        chances = None if self.chances is None else self.chances.index_select(0, self.count)[0]
+        token, finite = self.sampler.choose(logits, chances)
         self.token.copy_(token.masked_fill(self.ended, self.first_end))
         self.finite &= finite | self.ended
         self.ended |= torch.isin(self.token, self.ends)
@@ -118,7 +114,7 @@ def repeated(
     lengths: the arrays that `settle` brings up to date after a pass of the model.
     """
     changing = [*lengths, *draws.changing]
-    before, states = [x.clone() for x in changing], [one.get_state() for one in draws.generators]
+    before = [x.clone() for x in changing]
 
     def step() -> None:
         logits = model(draws.token[:, None], caches=stores, backend=backend)[:, -1]
@@ -129,10 +125,8 @@ def repeated(
         # the keys that were appended are beyond the lengths again
         for x, old in zip(changing, before, strict=True):
             x.copy_(old)
-        for one, state in zip(draws.generators, states, strict=True):
-            one.set_state(state)
 
-    return capture(step, draws.generators, undo)
+    return capture(step, draws.device, undo)
 
 
 class Steps:
@@ -162,7 +156,10 @@ class Steps:
         """
         self._settle()
         # steps that are tried before the capture need rows, too
-        draws = Draws(self.model, self.sampler, [self.generator], len(logits), tokens + WARM)
+        draws = Draws(self.model, self.sampler, len(logits), tokens + WARM)
+        if draws.chances is not None:
+            # the numbers that one draw after the other would take
+            draws.chances.copy_(torch.rand(draws.chances.shape, dtype=torch.float64, generator=self.generator))
         draws.draw(logits)
         ended, read, written, replay = set[int](), 0, 1, None
         while True:
@@ -198,8 +195,8 @@ class PagedSteps:
     """Steps for the places of a running batch, whose sequences are in pages and come and go.
 
     A place without a sequence writes to a page that no sequence uses.
-    layers: pages of each layer, one of which this takes. columns: the most pages of a sequence. generators: one for
-    each place.
+    layers: pages of each layer, one of which this takes. columns: the most pages of a sequence. generators: one of the
+    CPU for each place.
     """
 
     def __init__(
@@ -212,7 +209,7 @@ class PagedSteps:
         backend: str | None = None,
         capture: Capture = captured,
     ) -> None:
-        self.layers, self.rows = layers, len(generators)
+        self.layers, self.generators, self.rows = layers, generators, len(generators)
         spare = [x.add() for x in layers]
         for x, one in zip(layers, spare, strict=True):
             x.reserve([one], np.array([0, 1]))
@@ -220,7 +217,7 @@ class PagedSteps:
         # tokens beyond a sequence's pages go to the spare one
         self.table = torch.full((self.rows, columns + 1), self.spare, dtype=torch.int32, device=model.device)
         self.lengths = torch.zeros(self.rows, dtype=torch.int32, device=model.device)
-        self.draws = Draws(model, sampler, generators, self.rows, AHEAD)
+        self.draws = Draws(model, sampler, self.rows, AHEAD)
         stores = [PagedStep(x, self.table, self.lengths) for x in layers]
 
         def settle() -> None:
@@ -254,6 +251,11 @@ class PagedSteps:
         draws = self.draws
         for array, new in ((self.table, table), (self.lengths, lengths), (draws.token, token), (draws.ended, idle)):
             array.copy_(torch.from_numpy(new))
+        if draws.chances is not None:
+            chances = torch.zeros(draws.chances.shape, dtype=torch.float64)
+            for place, n in zip(places, counts, strict=True):
+                chances[:n, place] = uniform(n, self.generators[place])
+            draws.chances.copy_(chances)
         draws.count.zero_()
         draws.finite.fill_(True)
         for _ in range(max(counts)):

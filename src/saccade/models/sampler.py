@@ -38,25 +38,25 @@ class Sampler:
     def draw(self, logits: Tensor, generator: Generators = None, numbers: Mapping[int, int] | None = None) -> Tensor:
         """logits [B, vocab] -> int64 [B]; logits of −inf are never drawn.
 
-        generator: as in `choose`; numbers: of the prompts in the rows, for the error.
+        generator: one of the CPU for all rows, or one for each, whose row then draws as alone. numbers: of the prompts
+        in the rows, for the error.
         Raises FloatingPointError if a row has NaN, +inf, or nothing above −inf.
         """
-        drawn, finite = self.choose(logits, generator)
+        chances = None if self.temperature == 0 else uniform(len(logits), generator).to(logits.device)
+        drawn, finite = self.choose(logits, chances)
         if not finite.all():
             raise not_finite(finite, numbers)
         return drawn
 
-    def choose(self, logits: Tensor, generator: Generators = None) -> tuple[Tensor, Tensor]:
+    def choose(self, logits: Tensor, chances: Tensor | None) -> tuple[Tensor, Tensor]:
         """logits [B, vocab] -> int64 [B] as `draw`, and bool [B], whether the row can be drawn from.
 
-        generator: one for all rows, or one for each, whose row then draws as alone. On a GPU this waits for nothing.
+        chances: float64 [B], uniform numbers from 0 up to 1, unless the temperature is 0. On a GPU this waits for
+        nothing.
         """
         largest = logits.amax(-1, keepdim=True)
         finite = largest.isfinite()[:, 0]
-        if self.temperature == 0:
-            return logits.argmax(-1), finite
-        if logits.is_cpu and not finite.all():
-            # the probabilities below would be NaN, which torch refuses with words of its own
+        if chances is None:
             return logits.argmax(-1), finite
         # the largest is now 0, so that a small temperature overflows to −inf, never to +inf
         logits = (logits - largest).double().div(self.temperature).float()
@@ -67,16 +67,18 @@ class Sampler:
             ordered, index = logits.softmax(-1).sort(-1, descending=True)
             beyond = ordered.cumsum(-1) - ordered >= self.top_p
             logits = logits.masked_fill(beyond.gather(-1, index.argsort(-1)), -torch.inf)
-        return _multinomial(logits.softmax(-1), generator), finite
+        sums = logits.softmax(-1).double().cumsum(-1)
+        total = sums[:, -1:]
+        # below the total, even if the product is rounded up, so that no token of probability 0 is drawn at the end
+        chosen = torch.minimum(chances[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+        return torch.searchsorted(sums, chosen, right=True)[:, 0].clamp(max=logits.shape[-1] - 1), finite
 
 
-def _multinomial(p: Tensor, generator: Generators) -> Tensor:
-    """p [B, vocab] -> int64 [B]. On a GPU by the race of exponentials that torch.multinomial runs after its checks."""
+def uniform(rows: int, generator: Generators) -> Tensor:
+    """Uniform numbers from 0 up to 1, float64 [rows], on the CPU; a generator for all rows, or one for each."""
     if isinstance(generator, Sequence):
-        return torch.cat([_multinomial(row, one) for row, one in zip(p.split(1), generator, strict=True)])
-    if p.is_cpu:
-        return torch.multinomial(p, 1, generator=generator)[:, 0]
-    return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1)
+        return torch.cat([uniform(1, one) for one in generator])
+    return torch.rand(rows, dtype=torch.float64, generator=generator)
 
 
 def not_finite(finite: Tensor, numbers: Mapping[int, int] | None = None) -> FloatingPointError:

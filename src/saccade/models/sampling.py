@@ -112,7 +112,7 @@ def generate(
     if not tokens:
         return
     model.eval()
-    generator = torch.Generator(model.device).manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     logits, caches = prefill(model, prompts, capacity + room, chunk, backend, quantised)
     if first is not None:
         logits = allow(logits, first)

@@ -192,7 +192,8 @@ def gated_delta_rule(
 
     Args:
         q, k, v: as in `scalar_decay`, or k [B, T, n, Hk, K], v [B, T, n, H, V] and beta [B, T, n, H] for n steps. Keys
-            are not normalised here: the state stays bounded if the norm of k is 1 and beta is between 0 and 1, or up to 2.
+            are not normalised here: the state stays bounded if the norm of k is 1 and beta is between 0 and 1, or up
+            to 2.
         beta: [B, T, H], the share of the state's value for a key that the new value replaces. In the dtype of q or
             float32. With one per value channel, [B, T, H, V], each channel is computed as a head of its own, which
             takes V times the work and memory of a head.

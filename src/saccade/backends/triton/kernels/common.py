@@ -326,8 +326,11 @@ def score(x, scores, place, pairs):
         s = s - tl.load(scores.slopes + b * scores.slopes_b + h) * distance(scores, pairs)
     if scores.distances is not None:
         bias = _by_distance(scores, place, pairs)
+        excluded = bias == float("-inf")
+        if scores.bias is not None:
+            excluded = excluded | (s == float("-inf"))
         s = tl.maximum(s + bias, START, propagate_nan=tl.PropagateNan.ALL)
-        s = tl.where(bias == float("-inf"), float("-inf"), s)
+        s = tl.where(excluded, float("-inf"), s)
     if scores.gates is not None:
         s = s + _forgotten(s, scores, place, pairs)
     return s
