@@ -108,9 +108,8 @@ def tool(folder: Path, name: str) -> Path:
 
 def interpreter() -> Path:
     for version in WHEELS["VERSIONS"]:
-        found = WHEELS["interpreter"](version) if version >= ABI3_FROM else None
-        if found:
-            return found
+        if version >= ABI3_FROM and (python := WHEELS["interpreter"](version)):
+            return python
     raise SystemExit(f"no Python {ABI3_FROM} or newer on this machine, whose headers have the stable ABI")
 
 

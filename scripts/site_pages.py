@@ -1,9 +1,9 @@
 """The part of Sphinx that knows Saccade's pages: masks, charts of measured rows, formulas and entries of the API.
 
 Pages are Markdown that also reads well elsewhere. While the site is built, a block ```masks with one expression of
-`saccade.mask` per line becomes pictures for 64 queries and keys, or for the number in its first line. `measured/NAME.svg`
-are the charts of scripts/measured.py. Formulas become MathML, which browsers draw themselves. A line `::: NAME` becomes
-the documentation of an object. The list of pages in docs/conf.py is added to the first page.
+`saccade.mask` per line becomes pictures for 64 queries and keys, or for the number in its first line.
+`measured/NAME.svg` are the charts of scripts/measured.py. Formulas become MathML, which browsers draw themselves. A
+line `::: NAME` becomes the documentation of an object. The list of pages in docs/conf.py is added to the first page.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def run(*words: str | Path, cwd: Path, **environment: str) -> str:
 
 
 def prepare(case: Case, python: Path) -> Path:
-    """A clone with everything that `make dev` installs, but for what these versions exclude."""
+    """A clone with everything that `make dev` installs, except what these versions exclude."""
     tree = FOLDER / case.name
     shutil.rmtree(tree, ignore_errors=True)
     run("git", "clone", "--quiet", ROOT, tree, cwd=ROOT)
@@ -125,10 +125,10 @@ def table() -> str:
         if not (log := LOGS / f"{case.name}.log").exists():
             continue
         text = log.read_text()
-        found = [re.search(pattern, text, re.MULTILINE) for pattern in (
+        matches = [re.search(pattern, text, re.MULTILINE) for pattern in (
             r"Python (\S+)$", r"^numpy (\S+)$", r"^torch ([\d.]+)", r"(\d+) passed", r"(\d+) skipped", r"^commit (.{7})"
         )]  # fmt: skip
-        lines.append("| " + " | ".join(match[1] if match else "0" for match in found) + " |")
+        lines.append("| " + " | ".join(match[1] if match else "0" for match in matches) + " |")
     return "\n".join(lines)
 
 
