@@ -1,10 +1,10 @@
 """The part of Sphinx that knows Saccade's pages: masks, charts of measured rows, formulas and entries of the API.
 
 Pages are Markdown that also reads well elsewhere. While the site is built, a block ```masks with one expression of
-`saccade.mask` per line becomes pictures for 64 queries and keys, or for the number in its first line. `measured/NAME.svg`
-are the charts of scripts/measured.py, and `notebooks/NAME.md` the notebooks. Links to a notebook lead to its page.
-Formulas become MathML, which browsers draw themselves. A line `::: NAME` becomes the documentation of an object. The
-list of pages in docs/conf.py is added to the first page.
+`saccade.mask` per line becomes pictures for 64 queries and keys, or for the number in its first line. The build writes
+the charts of scripts/measured.py (`measured/NAME.svg`) and the pages of notebooks (`notebooks/NAME.md`), and links to a
+notebook lead to its page. Formulas become MathML, which browsers draw themselves. A line `::: NAME` becomes the
+documentation of an object. The list of pages in docs/conf.py is added to the first page.
 """
 
 from __future__ import annotations

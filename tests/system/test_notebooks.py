@@ -123,13 +123,13 @@ def test_what_is_refused(stored: Callable[[dict[str, Any]], Path], content: dict
         NOTEBOOKS["read"](stored(content))
 
 
-DRAWN = '''class Drawn:
+DRAWN = """class Drawn:
     def _repr_svg_(self):
         return "<svg>\\n\\n</svg>"
 
 
 x = 3
-Drawn()'''
+Drawn()"""
 
 
 def test_what_a_cell_shows(stored: Callable[[dict[str, Any]], Path]) -> None:
