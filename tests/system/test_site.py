@@ -74,6 +74,7 @@ def whole(site: Path, pages: set[str]) -> None:
     masks, derivation = ((site / name).read_text() for name in ("masks.html", "inside/derivation.html"))
     assert masks.count("<figure><svg") == 24
     assert derivation.count("<math") > 40
+    assert (site / "notebooks" / "masks_and_plans.html").read_text().count('<div class="output">') == 5
     assert "$" not in re.sub(r"(?s)<script.*?</script>|<pre.*?</pre>|<code.*?</code>", "", derivation)
     assert "saccade.api.attention" in (site / "api" / "attention.html").read_text()
     drawn = set(re.findall(r'src="_images/([\w.-]+)"', (site / "performance.html").read_text()))
