@@ -3,7 +3,8 @@
 Pages are Markdown that also reads well elsewhere. While the site is built, a block ```masks with one expression of
 `saccade.mask` per line becomes pictures for 64 queries and keys, or for the number in its first line. `measured/NAME.svg`
 are the charts of scripts/measured.py. Formulas become MathML, which browsers draw themselves. A line `::: NAME` becomes
-the documentation of an object. The list of pages in docs/conf.py is added to the first page.
+the documentation of an object. The list of pages in docs/conf.py is added to the first page. static-lab/ is the lab
+without its server.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from docutils import nodes
 from latex2mathml.converter import convert
 
 from saccade import mask
+from saccade.lab.export import export
 from saccade.mask.drawing import cell_states
 from saccade.plot import cells
 
@@ -44,6 +46,7 @@ def setup(app: Any) -> dict[str, Any]:
     app.connect("builder-inited", draw_charts)
     app.connect("source-read", extend)
     app.connect("autodoc-skip-member", skips)
+    app.connect("build-finished", export_lab)
     return {"parallel_read_safe": True}
 
 
@@ -52,6 +55,12 @@ def draw_charts(app: Any) -> None:
     folder.mkdir(exist_ok=True)
     for name, draw in MEASURED["DRAWINGS"].items():
         draw(folder / f"{name}.svg")
+
+
+def export_lab(app: Any, error: Exception | None) -> None:
+    """The lab that needs no server, beside the pages."""
+    if error is None and app.builder.format == "html":
+        export(Path(app.outdir) / "static-lab", docs="../")
 
 
 def extend(app: Any, page: str, source: list[str]) -> None:
