@@ -1,10 +1,10 @@
 """The part of Sphinx that knows Saccade's pages: masks, charts of measured rows, formulas and entries of the API.
 
 Pages are Markdown that also reads well elsewhere. While the site is built, a block ```masks with one expression of
-`saccade.mask` per line becomes pictures for 64 queries and keys, or for the number in its first line. `measured/NAME.svg`
-are the charts of scripts/measured.py. Formulas become MathML, which browsers draw themselves. A line `::: NAME` becomes
-the documentation of an object. The list of pages in docs/conf.py is added to the first page. static-lab/ is the lab
-without its server.
+`saccade.mask` per line becomes pictures for 64 queries and keys, or for the number in its first line.
+`measured/NAME.svg` are the charts of scripts/measured.py. Formulas become MathML, which browsers draw themselves. A
+line `::: NAME` becomes the documentation of an object. The list of pages in docs/conf.py is added to the first page.
+static-lab/ is the lab without its server.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from docutils import nodes
 from latex2mathml.converter import convert
 
 from saccade import mask
-from saccade.lab.export import export
+from saccade.lab.export import CARDS, export, grids
 from saccade.mask.drawing import cell_states
 from saccade.plot import cells
 
@@ -58,9 +58,10 @@ def draw_charts(app: Any) -> None:
 
 
 def export_lab(app: Any, error: Exception | None) -> None:
-    """The lab that needs no server, beside the pages."""
+    """The lab that needs no server, next to the pages."""
     if error is None and app.builder.format == "html":
-        export(Path(app.outdir) / "static-lab", docs="../")
+        # fewer plans than `saccade lab --export` makes, which would take longer than the pages
+        export(Path(app.outdir) / "static-lab", "../", grids(devices=CARDS, dtypes=("bfloat16",)))
 
 
 def extend(app: Any, page: str, source: list[str]) -> None:

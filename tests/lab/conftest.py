@@ -125,7 +125,17 @@ def explained() -> Callable[..., dict[str, Any]]:
 
     def explain(device: str, heads: int, sizes: dict[str, str]) -> dict[str, Any]:
         q = "x".join(("1", sizes["tq"], str(heads), sizes["d"]))
-        words = ["--keys", sizes["tk"], "--dtype", sizes["dtype"], "--mask", sizes["mask"], "--device", device, "--json"]
+        words = [
+            "--keys",
+            sizes["tk"],
+            "--dtype",
+            sizes["dtype"],
+            "--mask",
+            sizes["mask"],
+            "--device",
+            device,
+            "--json",
+        ]
         result = runner.invoke(app, ["explain", "--q", q, *words])
         assert result.exit_code == 0, result.output
         return json.loads(result.stdout)

@@ -31,7 +31,7 @@ def texts(request: pytest.FixtureRequest) -> list[str]:
 @pytest.fixture(scope="module")
 def folder(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("lab") / "static"
-    states = [one for one in export.grids(texts, devices=tuple(CARDS)) if one.view != "roofline"]
+    states = [one for one in export.grids(texts, devices=export.CARDS) if one.view != "roofline"]
     counted = export.export(directory, "../", states)
     assert counted["visits"] == SOME * 2 * 2 * 4
     return directory
@@ -53,13 +53,13 @@ def test_plans_are_those_of_explain(
         sizes = {"dtype": str(rng.choice(["bfloat16", "float32"])), "d": str(rng.choice([64, 128]))}
         page = static.open(f"mask?mask={quote(text)}&dtype={sizes['dtype']}&d={sizes['d']}")
         for card, device in CARDS.items():
-            told = explained(device, 1, {**sizes, "mask": text, "tq": "1024", "tk": "1024"})
+            printed = explained(device, 1, {**sizes, "mask": text, "tq": "1024", "tk": "1024"})
             shown = page.locator(f"[data-device={card}]").inner_text().replace("\u202f", "")
             if "tiles of" not in shown:
-                assert {"not computed", "not known here"} & set(told["kernels"]), (text, device)
+                assert {"not computed", "not known here"} & set(printed["kernels"]), (text, device)
                 continue
-            count = told["count"]
-            assert f"tiles of {told['tile_q']} × {told['tile_k']}" in shown, (text, device)
+            count = printed["count"]
+            assert f"tiles of {printed['tile_q']} × {printed['tile_k']}" in shown, (text, device)
             assert f"{count['full'] + count['partial']} of {count['tiles']}" in shown, (text, device)
             assert f"{count['full']}, {count['partial']}" in shown, (text, device)
             assert str(count["visited"]) in shown, (text, device)
@@ -82,7 +82,9 @@ def test_states_that_it_lacks_are_refused(static: Any):
     assert said.endswith("For any other: pip install 'saccade[lab]', then saccade lab.")
     assert page.locator("[aria-invalid]").get_attribute("name") == "mask"
     page = static.open("mask?tq=77")
-    assert page.get_by_role("alert").inner_text().startswith('Queries is "77"; this copy of the lab has answers for 1024.')
+    assert (
+        page.get_by_role("alert").inner_text().startswith('Queries is "77"; this copy of the lab has answers for 1024.')
+    )
     # the views without a table are not offered
     assert page.locator("nav a").all_inner_texts() == ["Masks", "Online softmax", "Cache sizes", "Your GPU"]
 

@@ -21,7 +21,7 @@ Watch = Callable[..., Any]
 # another value for each control, by view and name; a select takes its last choice
 VALUES = {
     "mask": {"mask": "causal() & window(99, 0)", "tq": "300", "tk": "200", "d": "64", "head": "1"},
-    "softmax": {"t": "9", "d": "4", "seed": "3", "mask": "full()", "bq": "3", "bk": "4", "step": "2"},
+    "softmax": {"t": "9", "d": "4", "seed": "3", "mask": "causal()", "bq": "3", "bk": "4", "step": "2"},
     "maps": {"text": "if x:\n    pass", "layer": "1", "head": "2", "token": "4"},
     "roofline": {"batch": "2", "t": "512", "heads": "16", "kv": "4", "d": "64", "mask": "window(9, 9)"},
     "caches": {"tokens": "100", "batch": "3"},

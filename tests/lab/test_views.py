@@ -77,13 +77,13 @@ def test_plans_are_those_of_explain(explained: Explained, text: str, sizes: tupl
     heads = 4 if "per_head" in text else 1
     for device in ("zen5", "h100", "rtx-4090", "m3", "webgpu"):
         data = masks.visits(query | {"device": device})
-        told = explained(device, heads, query)
+        printed = explained(device, heads, query)
         if "lacks" in data:
-            assert {"not computed", "not known here"} & set(told["kernels"]), (device, data["lacks"])
+            assert {"not computed", "not known here"} & set(printed["kernels"]), (device, data["lacks"])
             continue
-        assert (data["tile_q"], data["tile_k"], data["plan"]) == (told["tile_q"], told["tile_k"], told["plan"])
+        assert (data["tile_q"], data["tile_k"], data["plan"]) == (printed["tile_q"], printed["tile_k"], printed["plan"])
         counts = ("tiles", "full", "partial", "pairs", "visited", "allowed", "exact", "skipped")
-        assert {name: data[name] for name in counts} == {name: told["count"][name] for name in counts}, device
+        assert {name: data[name] for name in counts} == {name: printed["count"][name] for name in counts}, device
 
 
 def test_a_plan_depends_on_the_dtype_and_the_head_size():
@@ -171,7 +171,7 @@ def test_scores_that_are_refused(scores: str, words: str):
     assert words in data["error"]
 
 
-@pytest.mark.parametrize("text", [*masks.EXAMPLES.values(), "documents(ids=[0, 0, 1])", "dense([[1, 0], [1, 1]])"])
+@pytest.mark.parametrize("text", [*masks.EXAMPLES.values(), "documents([0, 0, 1])", "dense([[1, 0], [1, 1]])"])
 def test_a_copy_in_python_makes_the_mask(text: str):
     made: dict[str, Any] = {}
     exec(masks.python_of(str(mask.parse(text))), made)

@@ -77,12 +77,13 @@ MODELS: Mapping[str, Model] = {
         Model("qwen-3-8b", 36, 32, 8, 128, 4096, source=_config("Qwen/Qwen3-8B")),
         Model("qwen-3-32b", 64, 64, 8, 128, 5120, source=_config("Qwen/Qwen3-32B")),
         # five local layers, then a global one
-        Model("gemma-3-27b", 62, 32, 16, 128, 5376, window=1024, local_layers=52, source=_config("google/gemma-3-27b-it")),
+        Model(
+            "gemma-3-27b", 62, 32, 16, 128, 5376, window=1024, local_layers=52, source=_config("google/gemma-3-27b-it")
+        ),
         # keys of 128 + 64 numbers and values of 128; latents of 512, and 64 rotated numbers of keys
         Model(
-            "deepseek-v3", 61, 128, 128, 192, 7168, value_dim=128, latent=576,
-            source=_config("deepseek-ai/DeepSeek-V3"),
-        ),  # fmt: skip
+            "deepseek-v3", 61, 128, 128, 192, 7168, value_dim=128, latent=576, source=_config("deepseek-ai/DeepSeek-V3")
+        ),
         Model("llama-2-70b", 80, 64, 8, 128, 8192),
         Model("mistral-7b", 32, 32, 8, 128, 4096),
         Model("96-head", 96, 96, 96, 128, 12288),

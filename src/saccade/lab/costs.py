@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import lru_cache
 from typing import Any
 
 from .. import cost
 from ..counting import costs, count
+from ..mask import parse
 from ..plan import Limits, make_plan
-from ..problem import Problem
 from .query import Query, chosen, heads_of, mask_of, problem_of, whole
 
 LONGEST = 1 << 17
@@ -25,7 +26,7 @@ def roofline(query: Query) -> dict[str, Any]:
     (Hq, Hk), D = heads_of(query, 32, 8), whole(query, "d", 128, 1, 1024)
     mask = mask_of(query)
     prefill, decode = (cost.Shape(B, Tq, T, Hq, Hk, D, D, dtype) for Tq in (T, 1))
-    works = [*_works(problem_of(mask, prefill)), *_works(problem_of(mask, decode))[:1], cost.naive(prefill)]
+    works = [*_works(str(mask), prefill), *_works(str(mask), decode)[:1], cost.naive(prefill)]
     verdicts = [cost.roofline(work, machine) for work in works]
     ridge = machine.ridge(dtype)
     ends = [
@@ -50,8 +51,11 @@ def roofline(query: Query) -> dict[str, Any]:
     }
 
 
-def _works(problem: Problem) -> list[cost.Work]:
-    return costs(problem, count(make_plan(problem, Limits("lab")), problem.B, problem.Tq, problem.Tk))
+@lru_cache(maxsize=256)
+def _works(text: str, shape: cost.Shape) -> list[cost.Work]:
+    # counted once for all devices
+    problem = problem_of(parse(text), shape)
+    return costs(problem, count(make_plan(problem, Limits("lab")), shape.B, shape.Tq, shape.Tk))
 
 
 def caches(query: Query) -> dict[str, Any]:
@@ -78,8 +82,7 @@ def caches(query: Query) -> dict[str, Any]:
         "tokens": tokens,
         "batch": batch,
         "groupings": [
-            _grouping(model, machine, name, n, tokens, batch) | {"own": n == own}
-            for name, n in groupings.items()
+            _grouping(model, machine, name, n, tokens, batch) | {"own": n == own} for name, n in groupings.items()
         ],
         "models": [
             {"name": m.name, "heads": m.heads, "layers": m.layers}

@@ -54,16 +54,25 @@ FAMILIES: tuple[str, ...] = (
     "causal() & ~chunked(128)",
     "causal() & ~window(63, 0)",
 )
-# planned for the devices of the cards, and for GPUs of four generations
-SHOWN = ("cpu", "a100", "h100", "rtx-4090", "b200", "m3", "webgpu")
+# planned for the devices of the cards, and for three more GPUs
+CARDS = ("cpu", "h100", "m3", "webgpu")
+SHOWN = (*CARDS, "a100", "rtx-4090", "b200")
 # WebGPU's default limits, and the storage buffers that the documented backward binds
 NEEDED = {name: least for name, (least, _) in LIMITS.items()} | {"max-storage-buffers-per-shader-stage": 10}
 
 
-def grids(texts: Values = FAMILIES, tokens: Values = ("1024",), devices: Values = SHOWN) -> list[Grid]:
-    """The states of an exported lab. texts: masks; tokens: numbers of queries and of keys; devices: of the plans."""
+def grids(
+    texts: Values = FAMILIES,
+    tokens: Values = ("1024",),
+    devices: Values = SHOWN,
+    dtypes: Values = ("bfloat16", "float32"),
+) -> list[Grid]:
+    """The states of an exported lab.
+
+    texts: masks. tokens: numbers of queries and of keys. devices, dtypes: those of plans.
+    """
     sizes = {"mask": texts, "tq": tokens, "tk": tokens, "head": ("0",)}
-    shapes = {"dtype": ("bfloat16", "float32"), "d": ("64", "128")}
+    shapes = {"dtype": dtypes, "d": ("64", "128")}
     tiles = ("1", "2", "4", "8")
     machines = tuple(cost.DEVICES)
     kernel = {"set": SETS, "t": ("128",), "heads": ("2",), "kv": ("1",), "d": ("64",), "seed": ("0",)}

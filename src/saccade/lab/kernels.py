@@ -52,7 +52,9 @@ def job(query: Query) -> dict[str, Any]:
     x = _inputs(query, direction)
     if which == "documented" and direction != "decode" and str(x.mask) != "causal()":
         text = "None" if x.mask is None else brief(x.mask)
-        raise FieldError("mask", f"the documented kernels compute causal attention; the mask is {text}: choose causal()")
+        raise FieldError(
+            "mask", f"the documented kernels compute causal attention; the mask is {text}: choose causal()"
+        )
     gpu = recorder(query)
     arrays = (_documented if which == "documented" else _tiled)(gpu, x, direction)
     case = x.case

@@ -54,13 +54,15 @@ def scored(scores: Array, mask: Mask | None) -> Head:
 
 
 def scores_of(query: Query) -> Array:
-    """The rows of numbers in the field `scores`. Raises ValueError for rows that differ in length, and for other text."""
+    """The rows of numbers in the field `scores`. Raises ValueError for rows of different lengths and other text."""
     lines = [line for line in query.get("scores", SCORES).replace(";", "\n").splitlines() if line.strip()]
     try:
         rows = [[float(word) for word in line.replace(",", " ").split()] for line in lines]
     except ValueError as error:
         word = str(error).rpartition(":")[2].strip()
-        raise FieldError("scores", f"{label('scores')} have {word[:40]}; expected numbers, one line per query") from None
+        raise FieldError(
+            "scores", f"{label('scores')} have {word[:40]}; expected numbers, one line per query"
+        ) from None
     if not rows or len({len(row) for row in rows}) > 1 or max(len(rows), len(rows[0])) > LONGEST:
         sizes = ", ".join(str(len(row)) for row in rows[:LONGEST]) or "no"
         wanted = f"1 to {LONGEST} lines of equally many numbers, at most {LONGEST}"

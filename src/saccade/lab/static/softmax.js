@@ -107,7 +107,7 @@ function values(label, rows) {
 
 const part = (formula, ...content) => h('div', null, h('p', { class: 'formula' }, formula), content);
 
-// the page of the documentation, where it is beside this one
+// the page of the documentation, where it is next to this one
 const derivation = (docs) => ['Why both are equal: ', docs ? h('a', { href: `${docs}inside/derivation.html` }, 'the derivation') : h('code', null, 'docs/inside/derivation.md'), '.'];
 
 function numbers(step, data, docs) {

@@ -1,4 +1,4 @@
-// answers of an exported page: tables beside it, one per view, computed by `saccade lab --export`
+// answers of an exported page: tables next to it, one per view, computed by `saccade lab --export`
 
 import { bytes } from './bytes.js';
 
@@ -12,7 +12,7 @@ function load(view) {
     const script = document.createElement('script');
     script.src = `tables/${view}.js`;
     script.onload = resolve;
-    script.onerror = () => reject(new Error(`tables/${view}.js is missing beside this page: export the lab again.`));
+    script.onerror = () => reject(new Error(`tables/${view}.js is missing next to this page: export the lab again.`));
     document.head.append(script);
   });
 }
