@@ -113,7 +113,7 @@ const derivation = (docs) => ['Why both are equal: ', docs ? h('a', { href: `${d
 function numbers(step, data, docs) {
   const row = (n) => `query ${step.i * data.tile_q + n}`;
   const state = h('div', { class: 'scroll', tabindex: '0', role: 'region', 'aria-label': 'State of each row' }, h('table', null,
-    h('thead', null, h('tr', null, ['', 'm_old', 'm', 'exp(m_old − m)', 'l_old', 'l', 'naive Σ exp(S)'].map((text, n) => (n ? h('th', { scope: 'col', class: 'n' }, text) : h('td', null))))),
+    h('thead', null, h('tr', null, ['', 'm_old', 'm', 'factor', 'l_old', 'l', 'naive'].map((text, n) => (n ? h('th', { scope: 'col', class: 'n' }, text) : h('td', null))))),
     h('tbody', null, step.m.map((m, n) => h('tr', null, h('th', { scope: 'row' }, row(n)),
       [step.m_old[n], m, step.correction[n], step.l_old[n], step.l[n], step.naive[n]].map((x) => (
         h('td', { class: x === 'overflow' ? 'n bad' : 'n' }, typeof x === 'string' ? x : short(x)))))))));
@@ -121,7 +121,7 @@ function numbers(step, data, docs) {
     h('div', { class: 'flow' },
       part(`S = ${short(data.scale)} · Q Kᵀ`, matrix('Scores', step.s, false)), part('P = exp(S − m)', matrix('Weights before division', step.p, true))),
     part('m = max(m_old, max S)    l = l_old · exp(m_old − m) + Σ P', state, h('p', { class: 'note' },
-      'The naive sum does not subtract m, in float32: it is l · exp(m), and overflows from a score of 89 on. ', derivation(docs))),
+      'The factor is exp(m_old − m). The naive sum Σ exp(S) does not subtract m: it is l · exp(m), and in float32 it overflows from a score of 89 on. ', derivation(docs))),
     part('acc = acc · exp(m_old − m) + P V', values('acc', step.acc), step.acc[0].length > 8 && h('p', { class: 'note' }, 'One column per dimension: blue above 0, red below.')),
     step.o && part('o = acc / l', values('o', step.o)),
     step.o && part('lse = m + log l', matrix('lse', [step.lse], false)),
