@@ -4,7 +4,7 @@ Pages are Markdown that also reads well elsewhere. While the site is built, a bl
 `saccade.mask` per line becomes pictures for 64 queries and keys, or for the number in its first line.
 `measured/NAME.svg` are the charts of scripts/measured.py, and `notebooks/NAME.md` the notebooks. Links to a notebook
 lead to its page. Formulas become MathML, which browsers draw themselves. A line `::: NAME` becomes the documentation of
-an object. The list of pages in docs/conf.py is added to the first page.
+an object. The list of pages in docs/conf.py is added to the first page. `static-lab/` is the lab without its server.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from docutils import nodes
 from latex2mathml.converter import convert
 
 from saccade import mask
+from saccade.lab.export import CARDS, export, grids
 from saccade.mask.drawing import cell_states
 from saccade.plot import cells
 
@@ -50,6 +51,7 @@ def setup(app: Any) -> dict[str, Any]:
     app.connect("builder-inited", write_notebooks)
     app.connect("source-read", extend)
     app.connect("autodoc-skip-member", skips)
+    app.connect("build-finished", export_lab)
     return {"parallel_read_safe": True}
 
 
@@ -66,6 +68,13 @@ def write_notebooks(app: Any) -> None:
     for name, outputs in WITH_OUTPUTS.items():
         text = NOTEBOOKS["markdown"](ROOT / "notebooks" / f"{name}.ipynb", outputs)
         (folder / f"{name}.md").write_text(text.replace("](../docs/", "](/"), encoding="utf-8")
+
+
+def export_lab(app: Any, error: Exception | None) -> None:
+    """The lab that needs no server, next to the pages."""
+    if error is None and app.builder.format == "html":
+        # fewer plans than `saccade lab --export` makes, which would take longer than the pages
+        export(Path(app.outdir) / "static-lab", "../", grids(devices=CARDS, dtypes=("bfloat16",)))
 
 
 def extend(app: Any, page: str, source: list[str]) -> None:
