@@ -41,11 +41,14 @@ html_theme_options = {
 site_pages = {
     "Start": {
         "Install": "start/install",
+        "Tutorial": "start/tutorial",
         "PyTorch": "start/pytorch",
         "Train a model on a laptop": "start/train",
         "Without an NVIDIA GPU": "start/no-nvidia",
         "New patterns": "start/patterns",
         "How it works": "start/look-inside",
+        "Notebook, masks and plans": "notebooks/masks_and_plans",
+        "Notebook, train and inspect": "notebooks/train_and_inspect",
         "Cookbook": "cookbook",
         "Troubleshooting": "troubleshooting",
     },

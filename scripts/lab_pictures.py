@@ -21,7 +21,7 @@ SHOTS = (
     ("weights", "softmax?example=weights&step=3", 1280, 1150, "dark"),
     ("maps", "maps?layer=3&head=3", 1280, 1130, "light"),
     ("roofline", "roofline", 1280, 1140, "dark"),
-    ("caches", "caches", 768, 1290, "light"),
+    ("caches", "caches?model=llama-2-70b", 768, 1290, "light"),
     ("kernels", "kernels?t=128", 1280, 860, "light"),
     ("phone", "softmax?step=2", 375, 812, "dark"),
 )

@@ -15,7 +15,13 @@ HEAD = """# Saccade in transformers
 import saccade.integrations.transformers
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-config = LlamaConfig(vocab_size=99, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+config = LlamaConfig(
+    vocab_size=99,
+    hidden_size=64,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+)
 model = AutoModelForCausalLM.from_config(config, attn_implementation="saccade")
 print(saccade.integrations.transformers.routed(model))
 ```

@@ -65,6 +65,8 @@ class Watched:
 
     def __init__(self, browser: Any, lab: str, width: int = 1280, theme: str = "light", script: str = ""):
         self.lab, self.complaints, self.requests = lab, list[str](), list[str]()
+        # the server, or the folder of an exported page, whose modules are data
+        self.own = (f"{lab.rpartition('/')[0]}/", "about:blank", "data:text/javascript")
         self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme)
         self.page = self.context.new_page()
         if script:
@@ -98,13 +100,47 @@ class Watched:
         self.context.close()
         if kind is None:
             assert self.complaints == []
-            assert all(url.startswith((self.lab, "about:blank")) for url in self.requests), self.requests
+            assert all(url.startswith(self.own) for url in self.requests), self.requests
 
 
 @pytest.fixture
 def watched(browser: Any, lab: str) -> Callable[..., Watched]:
     """Opens a page: watched(width, theme, script)."""
     return lambda *given, **named: Watched(browser, lab, *given, **named)
+
+
+@pytest.fixture
+def watched_at(browser: Any) -> Callable[..., Watched]:
+    """Opens a page at another address: watched_at(address, width, theme, script)."""
+    return lambda address, *given, **named: Watched(browser, address, *given, **named)
+
+
+@pytest.fixture(scope="session")
+def explained() -> Callable[..., dict[str, Any]]:
+    """What `saccade explain --json` prints: explained(device, heads, {tq, tk, d, dtype, mask})."""
+    import json
+
+    runner = pytest.importorskip("typer.testing").CliRunner()
+    from saccade.cli.main import app
+
+    def explain(device: str, heads: int, sizes: dict[str, str]) -> dict[str, Any]:
+        q = "x".join(("1", sizes["tq"], str(heads), sizes["d"]))
+        words = [
+            "--keys",
+            sizes["tk"],
+            "--dtype",
+            sizes["dtype"],
+            "--mask",
+            sizes["mask"],
+            "--device",
+            device,
+            "--json",
+        ]
+        result = runner.invoke(app, ["explain", "--q", q, *words])
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    return explain
 
 
 @pytest.fixture(scope="session")

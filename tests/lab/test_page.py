@@ -6,8 +6,13 @@ import json
 import re
 from collections.abc import Callable
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
+
+from saccade import mask
+from saccade.cli.watch import DEFAULT_OUT
+from saccade.lab.query import LABELS
 
 pytestmark = pytest.mark.timeout(300)
 VIEWS = ("mask", "softmax", "maps", "roofline", "caches", "kernels")
@@ -15,8 +20,8 @@ Watch = Callable[..., Any]
 
 # another value for each control, by view and name; a select takes its last choice
 VALUES = {
-    "mask": {"mask": "causal() & window(99, 0)", "tq": "300", "tk": "200", "head": "1"},
-    "softmax": {"t": "9", "d": "4", "seed": "3", "mask": "full()", "bq": "3", "bk": "4", "step": "2"},
+    "mask": {"mask": "causal() & window(99, 0)", "tq": "300", "tk": "200", "d": "64", "head": "1"},
+    "softmax": {"t": "9", "d": "4", "seed": "3", "mask": "causal()", "bq": "3", "bk": "4", "step": "2"},
     "maps": {"text": "if x:\n    pass", "layer": "1", "head": "2", "token": "4"},
     "roofline": {"batch": "2", "t": "512", "heads": "16", "kv": "4", "d": "64", "mask": "window(9, 9)"},
     "caches": {"tokens": "100", "batch": "3"},
@@ -101,6 +106,14 @@ def test_the_keyboard_reaches_everything(watched: Watch, view: str):
         assert page.evaluate("[...left].map((e) => e.outerHTML.slice(0, 120))") == []
 
 
+@pytest.mark.parametrize("view", VIEWS)
+def test_fields_have_the_labels_that_errors_use(watched: Watch, view: str):
+    with watched() as it:
+        page = it.open(FULL.get(view, view))
+        labels = page.locator("form [name]").evaluate_all("all => all.map((e) => [e.name, e.labels[0].textContent])")
+        assert [(name, text) for name, text in labels if name in LABELS and not text.startswith(LABELS[name])] == []
+
+
 def test_building_a_mask(watched: Watch):
     with watched() as it:
         page = it.open("mask?mask=causal()")
@@ -138,6 +151,69 @@ def test_a_mask_that_cannot_be_read_marks_its_field_and_keeps_the_picture(watche
         assert page.locator("[aria-invalid], .out.stale").count() == 0
         # a half-typed field leaves nothing in the browser's console
         assert it.complaints == []
+
+
+def test_copies_of_a_mask(watched: Watch):
+    with watched() as it:
+        it.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        page = it.open("mask?mask=causal()%20%26%20window(9,%200)&tq=40&tk=40")
+        copied = "navigator.clipboard.readText()"
+        page.get_by_role("button", name="Copy Python").click()
+        page.get_by_text("Python copied").wait_for()
+        made: dict[str, Any] = {}
+        exec(page.evaluate(copied), made)
+        assert str(made["mask"]) == "causal() & window(9, 0)"
+        page.get_by_role("button", name="Copy SVG").click()
+        page.get_by_text("SVG copied").wait_for()
+        svg = ElementTree.fromstring(page.evaluate(copied))
+        runs = [run for path in svg.iter("{http://www.w3.org/2000/svg}path") for run in path.attrib["d"].split("z")]
+        lengths = [int(re.findall(r"h(-?\d+)", run)[0]) for run in runs if run]
+        assert sum(lengths) == mask.parse("causal() & window(9, 0)").evaluate(1, 1, 40, 40).sum()
+        page.get_by_role("button", name="Copy PNG").click()
+        page.get_by_text(re.compile("PNG (copied|saved)")).wait_for()
+        types = page.evaluate("navigator.clipboard.read().then((all) => all.flatMap((item) => item.types))")
+        assert "image/png" in types
+
+
+def test_playing_the_visits(watched: Watch):
+    pictures = "[...document.querySelectorAll('.cards canvas')].map((c) => c.toDataURL()).join()"
+    with watched() as it:
+        page = it.open("mask?mask=causal()&tq=256&tk=256")
+        whole = page.evaluate(pictures)
+        play = page.locator("[data-key=play]")
+        play.click()
+        it.until("document.querySelector('[data-key=play]').dataset.share > 0.1")
+        assert page.evaluate(pictures) != whole
+        play.click()
+        assert play.inner_text() == "Play the visits"
+        play.click()
+        it.until("document.querySelector('[data-key=play]').dataset.share === '1.000'")
+        assert page.evaluate(pictures) == whole
+    with watched() as it:
+        it.page.emulate_media(reduced_motion="reduce")
+        page = it.open("mask?mask=causal()&tq=256&tk=256")
+        seen: list[str] = []
+        for _ in range(8):
+            page.locator("[data-key=play]").click()
+            seen.append(page.evaluate(pictures))
+            # nothing moves by itself
+            page.wait_for_timeout(150)
+            assert page.evaluate(pictures) == seen[-1]
+        assert len(set(seen)) > 3
+        assert seen[-1] == whole
+
+
+def test_ones_own_scores(watched: Watch):
+    with watched() as it:
+        page = it.open("softmax?example=scores&bk=4")
+        # exp(100) is no float32 number
+        assert "overflow" in page.locator(".out").inner_text()
+        page.locator("[name=scores]").fill("0 0\n0 1")
+        it.until("document.querySelector('.out').textContent.includes('2 queries, 2 keys')")
+        assert "0.2689" in page.locator(".out").inner_text()
+        page.locator("[name=scores]").fill("0 0\n1")
+        it.until("document.querySelector('.error')?.textContent.startsWith('Scores have 2 lines')")
+        assert page.locator("[aria-invalid]").get_attribute("name") == "scores"
 
 
 def test_stepping_through_the_worked_example(watched: Watch):
@@ -180,8 +256,19 @@ def test_choosing_heads_and_tokens(watched: Watch):
 
 def test_a_lab_without_a_model_or_webgpu_says_so(watched: Watch):
     with watched(script="Object.defineProperty(Navigator.prototype, 'gpu', {get: () => undefined});") as it:
-        page = it.open("kernels")
+        page = it.open("kernels?t=40&d=32")
         assert "does not support WebGPU" in page.get_by_role("alert").inner_text()
+        # what would be submitted is shown all the same
+        for which in ("documented", "tiled"):
+            card = page.locator(f"[data-recorded={which}]")
+            entry = card.locator("table").first.locator("tbody th").first.inner_text()
+            assert f"fn {entry}(" in card.locator("pre").first.evaluate("e => e.textContent")
+            assert "q [" in card.locator("details table").first.evaluate("e => e.textContent")
+        # a wrong field is marked here too, and the last job stays
+        page.locator("[name=kv]").fill("3")
+        it.until("document.querySelector('.error')?.textContent.startsWith('KV heads is 3')")
+        assert page.locator("[aria-invalid]").get_attribute("name") == "kv"
+        assert page.locator(".out.stale [data-recorded]").count() == 2
     with watched(
         script="Object.defineProperty(Navigator.prototype, 'gpu', {get: () => ({requestAdapter: async () => null})});"
     ) as it:
@@ -189,7 +276,8 @@ def test_a_lab_without_a_model_or_webgpu_says_so(watched: Watch):
         assert "no adapter" in page.get_by_role("alert").inner_text()
     with watched() as it:
         it.page.route("**/api/about?", lambda route: route.fulfill(json={**route.fetch().json(), "model": None}))
-        assert "saccade lab --model" in it.open("maps").locator(".out").inner_text()
+        # what `saccade train` writes
+        assert f"saccade lab --model {DEFAULT_OUT}" in it.open("maps").locator(".out").inner_text()
 
 
 def test_light_and_dark(watched: Watch):
@@ -219,7 +307,7 @@ def test_kernels_equal_the_reference(watched: Watch, direction: str, mask: str):
         outputs = {"forward": 2, "backward": 5, "decode": 1}[direction]
         for n in range(2):
             assert cards.nth(n).get_attribute("data-ok") == "true", cards.nth(n).inner_text()
-            assert cards.nth(n).locator("tbody tr").count() == outputs
+            assert cards.nth(n).locator("table").first.locator("tbody tr").count() == outputs
             assert "fn " in cards.nth(n).locator("pre").first.evaluate("e => e.textContent")
         # results belong to the fields they were measured for
         page.locator("[name=seed]").fill("1")

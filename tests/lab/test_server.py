@@ -22,7 +22,7 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from saccade.lab import server, views
+from saccade.lab import pages, server, views
 from saccade.testing.cases import MASKS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -46,7 +46,7 @@ def body(answer: HTTPResponse) -> bytes:
 
 
 def test_files_and_their_headers(lab: str):
-    for path, content in server.files().items():
+    for path, content in pages.files().items():
         answer = ask(lab, path)
         assert (answer.status, body(answer)) == (200, content)
         policy = answer.headers["content-security-policy"]
@@ -61,7 +61,7 @@ def test_files_and_their_headers(lab: str):
 
 def test_views_answer_json(lab: str):
     about = json.loads(body(ask(lab, "/api/about")))
-    assert about["backends"] == ["cpu", "triton", "metal", "webgpu"]
+    assert set(about["places"].values()) == {"cpu", "triton", "metal", "webgpu"}
     for name, text in about["masks"].items():
         answer = ask(lab, "/api/mask?" + "mask=" + text.replace(" ", "%20").replace("&", "%26").replace("|", "%7C"))
         assert answer.status == 200, name
@@ -220,7 +220,7 @@ def test_any_question_is_answered(rng: np.random.Generator):
     numbers = ["", "-1", "0", "1e9", "9" * 30, "\ud800", "None", "٣", "1", "7", "33"]
     texts = [*MASKS.values(), "per_head([])", "causal(", "documents()", "tiles([[1]], 0)", "keys(-1)", "(" * 200]
     texts.append(" | ".join(["strided(3)"] * 40))
-    small = {"mask": {}, "visits": {"backend": "metal"}, "softmax": {"example": "own"}, "roofline": {"t": "99"}}
+    small = {"mask": {}, "visits": {"device": "m3"}, "softmax": {"example": "own"}, "roofline": {"t": "99"}}
     small |= {"caches": {}, "kernel": {"t": "20", "set": "tiled"}}
     names = [
         "tq",
@@ -287,7 +287,7 @@ def test_without_its_packages_it_says_how_to_get_them():
 
 def test_the_page_is_in_the_package():
     """An installed lab needs no build step: every file that the page asks for is in the folder of the server."""
-    page = server.files()
+    page = pages.files()
     assert {"/", "/app.js", "/style.css", "/icon.svg"} <= set(page)
     tracked = subprocess.run(["git", "ls-files", "src/saccade/lab/static"], cwd=ROOT, capture_output=True, text=True)
     if tracked.returncode == 0 and tracked.stdout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from saccade.errors import Unsupported
 from saccade.lab import costs, kernels, masks, online, query, views
 from saccade.testing.cases import MASKS
 
+Explained = Callable[[str, int, dict[str, str]], dict[str, Any]]
 WIDE = {"tq": "96", "tk": "130"}
 
 
@@ -36,12 +38,12 @@ def test_picture_is_the_mask(text: str):
         assert state != 2 or inside.all()
 
 
-@pytest.mark.parametrize("backend", ["cpu", "triton", "metal", "webgpu"])
+@pytest.mark.parametrize("device", ["cpu", "h100", "m3", "webgpu"])
 @pytest.mark.parametrize("text", ["causal() & (window(20, 0) | strided(16))", "per_head([causal(), strided(4)])"])
-def test_segments_cover_what_the_mask_allows(backend: str, text: str):
-    data = masks.visits({"mask": text, "backend": backend, "head": "1", **WIDE})
+def test_segments_cover_what_the_mask_allows(device: str, text: str):
+    data = masks.visits({"mask": text, "device": device, "head": "1", **WIDE})
     if "lacks" in data:
-        pytest.skip(f"{backend}: {data['lacks']}")
+        pytest.skip(f"{device}: {data['lacks']}")
     allowed = mask.parse(text).evaluate(1, 2, 96, 130)[0, -1]
     visited = np.zeros((96, 130), int)
     for part in data["parts"]:
@@ -57,6 +59,45 @@ def test_segments_cover_what_the_mask_allows(backend: str, text: str):
     heads = 2 if "per_head" in text else 1
     assert data["pairs"] == heads * 96 * 130
     assert data["allowed"] == mask.parse(text).evaluate(1, heads, 96, 130).sum()
+
+
+SIZES = (("1024", "1024", "bfloat16", "128"), ("300", "500", "float32", "64"), ("2000", "2000", "float16", "256"))
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("text", masks.EXAMPLES.values(), ids=list(masks.EXAMPLES))
+@pytest.mark.parametrize("sizes", SIZES, ids="-".join)
+def test_plans_are_those_of_explain(explained: Explained, text: str, sizes: tuple[str, ...]):
+    """The same tiles and counts for the same mask, sizes, dtype, head size and device."""
+    query = dict(zip(("tq", "tk", "dtype", "d"), sizes, strict=True)) | {"mask": text}
+    if "documents" in text:
+        query |= {"tq": "1024", "tk": "1024"}
+    if "global" in text:
+        query |= {"tk": str(max(1024, int(query["tk"])))}
+    heads = 4 if "per_head" in text else 1
+    for device in ("zen5", "h100", "rtx-4090", "m3", "webgpu"):
+        data = masks.visits(query | {"device": device})
+        printed = explained(device, heads, query)
+        if "lacks" in data:
+            assert {"not computed", "not known here"} & set(printed["kernels"]), (device, data["lacks"])
+            continue
+        assert (data["tile_q"], data["tile_k"], data["plan"]) == (printed["tile_q"], printed["tile_k"], printed["plan"])
+        counts = ("tiles", "full", "partial", "pairs", "visited", "allowed", "exact", "skipped")
+        assert {name: data[name] for name in counts} == {name: printed["count"][name] for name in counts}, device
+
+
+def test_a_plan_depends_on_the_dtype_and_the_head_size():
+    """The Hopper kernels compute 16-bit heads of 128 in tiles of 128 × 128."""
+    pytest.importorskip("triton")
+    pytest.importorskip("torch")
+    tiles = {
+        (dtype, d): (data["tile_q"], data["tile_k"])
+        for dtype in ("bfloat16", "float32")
+        for d in ("64", "128")
+        for data in [masks.visits({"mask": "causal()", "device": "h100", "dtype": dtype, "d": d})]
+    }
+    assert tiles["bfloat16", "128"] == (128, 128)
+    assert tiles["float32", "128"] != (128, 128)
 
 
 def test_worked_example_of_known_weights():
@@ -100,6 +141,43 @@ def test_steps_end_at_the_oracle(text: str, tiles: tuple[int, int]):
         assert "s" in step or not tile.any()
 
 
+def test_steps_of_ones_own_scores():
+    """Each row of the output is the softmax of a row of scores; the naive sum overflows where exp does."""
+    data = online.trace({"example": "scores", "scores": "1, 2 3 100\n4 3 2 1; -1 0.5 2e1 7", "bq": "2", "bk": "3"})
+    assert (data["queries"], data["keys"]) == (3, 4)
+    scores = np.array([[1, 2, 3, 100], [4, 3, 2, 1], [-1, 0.5, 20, 7]])
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    ends = [step for step in data["steps"] if "o" in step]
+    np.testing.assert_allclose(np.concatenate([step["o"] for step in ends]), weights, atol=1e-15)
+    naive = [x for step in ends for x in step["naive"]]
+    assert naive[0] == "overflow"
+    np.testing.assert_allclose(naive[1:], np.exp(scores[1:]).sum(-1), rtol=1e-6)
+    # before the step with 100, the sum of the first row is finite
+    np.testing.assert_allclose(data["steps"][0]["naive"][0], np.exp(scores[0, :3]).sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("scores", "words"),
+    [
+        ("1 2\n3", "Scores have 2 lines of 2, 1 numbers"), ("", "Scores have 0 lines of no numbers"),
+        ("1 two", "Scores have 'two'"), ("1 nan", "outside ±1e+06"), ("1e9", "outside ±1e+06"),
+        (" ".join(["1"] * 40), "at most 32"),
+    ],
+)  # fmt: skip
+def test_scores_that_are_refused(scores: str, words: str):
+    status, data = views.answer(online.trace, {"example": "scores", "scores": scores})
+    assert (status, data["field"]) == (400, "scores")
+    assert words in data["error"]
+
+
+@pytest.mark.parametrize("text", [*masks.EXAMPLES.values(), "documents([0, 0, 1])", "dense([[1, 0], [1, 1]])"])
+def test_a_copy_in_python_makes_the_mask(text: str):
+    made: dict[str, Any] = {}
+    exec(masks.python_of(str(mask.parse(text))), made)
+    assert str(made["mask"]) == str(mask.parse(text))
+
+
 def test_roofline_of_the_rows():
     data = costs.roofline({"device": "h100"})
     assert data["ridge"] == pytest.approx(298.5, abs=0.05)
@@ -119,6 +197,18 @@ def test_caches_of_the_rows():
     assert (own["token"].split(" (")[0], own["sequence"].split(" (")[0]) == ("320 KiB", "1.25 GiB")
     wide = {g["grouping"]: g["smaller"] for g in costs.caches({"model": "96-head"})["groupings"]}
     assert wide == {"MHA": 1, "GQA": 12, "MQA": 96}
+
+
+def test_caches_of_latents_and_windows():
+    data = costs.caches({"model": "deepseek-v3", "tokens": "1000", "batch": "2"})
+    own = [g for g in data["groupings"] if g["own"]]
+    assert [(g["grouping"], g["kv_heads"], g["bytes"]) for g in own] == [("MLA", None, 2 * 1000 * 61 * 576 * 2)]
+    assert own[0]["smaller"] == pytest.approx(71.11, abs=0.01)
+    data = costs.caches({"model": "gemma-3-27b", "tokens": "2048", "batch": "1"})
+    (own,) = [g for g in data["groupings"] if g["own"]]
+    assert own["bytes"] == (10 * 2048 + 52 * 1024) * 16 * 256 * 2
+    listed = {m["name"]: m["bytes"] for m in data["models"]}
+    assert listed == {name: model.cache_bytes(2048, 1) for name, model in cost.MODELS.items()}
 
 
 @pytest.mark.parametrize("direction, outputs", [("forward", 2), ("backward", 5), ("decode", 1)])
@@ -147,7 +237,9 @@ def test_jobs_are_complete(which: str, direction: str, outputs: int):
         (masks.picture, {"mask": "__import__('os')"}, "unknown mask"),
         (masks.picture, {"tq": "0"}, "Queries is '0'; expected an integer from 1 to 4096"),
         (masks.picture, {"tq": "9" * 5000}, "expected an integer"),
-        (masks.visits, {"backend": "abacus"}, "expected one of cpu"),
+        (masks.visits, {"device": "abacus"}, "Device is 'abacus'; expected one of cpu"),
+        (masks.visits, {"d": "0"}, "Head size is '0'"),
+        (masks.visits, {"dtype": "int8"}, "Dtype is 'int8'; expected one of bfloat16"),
         (masks.visits, {"mask": "per_head([causal()])", "tk": "٣"}, "expected an integer"),
         (online.trace, {"example": "none"}, "expected one of grid"),
         (costs.roofline, {"heads": "32", "kv": "5"}, "expected a number that divides"),

@@ -21,6 +21,11 @@ PAGES = {
 }
 
 
+# characters that a block of code shows on the site without scrolling; recipes are code of this repository, which has
+# longer lines
+WIDTH, LONGER = 88, "docs/recipes.md"
+
+
 def pages(device: str) -> list[str]:
     return [page for page, found in PAGES.items() if any(block.needs == device for block in found)]
 
@@ -36,6 +41,17 @@ def test_a_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ran, left = BLOCKS["run"](ROOT / page)
     assert left == sum(block.needs in BLOCKS["DEVICES"] for block in found)
     assert ran + left == len(found)
+
+
+@pytest.mark.parametrize("page", [page for page, found in PAGES.items() if found and not page.startswith(LONGER)])
+def test_lines_fit_the_site(page: str) -> None:
+    wide = [
+        f"{page}:{block.line + number}: {line}"
+        for block in PAGES[page]
+        for number, line in enumerate(block.code.splitlines(), 1)
+        if len(line) > WIDTH
+    ]
+    assert not wide, "\n".join(wide)
 
 
 def in_process(*words: str, **environment: str) -> None:

@@ -70,10 +70,12 @@ def whole(site: Path, pages: set[str]) -> None:
     markdown = {
         path.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for path in (ROOT / "docs").rglob("*.md")
     }
-    assert pages == {path for path in markdown if not path.startswith("logs/")} | {"genindex.html", "search.html"}
+    made = {"genindex.html", "search.html", "static-lab/index.html"}
+    assert pages == {path for path in markdown if not path.startswith("logs/")} | made
     masks, derivation = ((site / name).read_text() for name in ("masks.html", "inside/derivation.html"))
     assert masks.count("<figure><svg") == 24
     assert derivation.count("<math") > 40
+    assert (site / "notebooks" / "masks_and_plans.html").read_text().count('<div class="output">') == 5
     assert "$" not in re.sub(r"(?s)<script.*?</script>|<pre.*?</pre>|<code.*?</code>", "", derivation)
     assert "saccade.api.attention" in (site / "api" / "attention.html").read_text()
     drawn = set(re.findall(r'src="_images/([\w.-]+)"', (site / "performance.html").read_text()))

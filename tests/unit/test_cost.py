@@ -120,6 +120,54 @@ def test_projections() -> None:
     assert cost.MODELS["mistral-7b"].projections()["k"] == (4096, 1024)
 
 
+@pytest.mark.parametrize(
+    ("name", "token", "long"),
+    [
+        # layers × kv heads × (keys + values) × 2 bytes, of 1 and of 131072 tokens
+        ("llama-3-8b", 32 * 8 * 256 * 2, 16 * GIB), ("llama-3-70b", 80 * 8 * 256 * 2, 40 * GIB),
+        ("qwen-3-8b", 36 * 8 * 256 * 2, 18 * GIB), ("qwen-3-32b", 64 * 8 * 256 * 2, 32 * GIB),
+        # 10 global layers, and 52 of 1024 tokens
+        ("gemma-3-27b", 62 * 16 * 256 * 2, (10 * 131072 + 52 * 1024) * 16 * 256 * 2),
+        # 576 numbers a layer, not the keys and values of 128 heads
+        ("deepseek-v3", 61 * 576 * 2, 131072 * 61 * 576 * 2),
+    ],
+)  # fmt: skip
+def test_caches_of_current_models(name: str, token: int, long: int) -> None:
+    model = cost.MODELS[name]
+    assert model.source
+    assert (model.cache_bytes(), model.cache_bytes(131072)) == (token, long)
+    assert model.cache_bytes(131072, 3) == 3 * long
+
+
+def test_local_layers_store_a_window() -> None:
+    model = cost.MODELS["gemma-3-27b"]
+    assert model.cache_bytes(1024) == 1024 * model.cache_bytes()
+    # from there on a token costs the global layers alone
+    assert model.cache_bytes(1025) - model.cache_bytes(1024) == 10 * 16 * 256 * 2
+
+
+def test_a_latent_cache_and_its_heads() -> None:
+    model = cost.MODELS["deepseek-v3"]
+    assert model.cache_bytes(kv_heads=128) == 61 * 128 * (192 + 128) * 2
+    assert model.saving() == pytest.approx(128 * 320 / 576)
+    assert model.projections() == {"latent": (7168, 576), "o": (128 * 128, 7168)}
+
+
+@pytest.mark.parametrize("name", cost.MODELS)
+@pytest.mark.parametrize(("memory", "batch"), [(1e9, 1), (80e9, 64), (180e9, 3), (1e5, 1)])
+def test_the_longest_sequences_fit_and_longer_ones_do_not(name: str, memory: float, batch: int) -> None:
+    model = cost.MODELS[name]
+    most = model.most_tokens(memory, batch)
+    assert most is not None
+    assert model.cache_bytes(most, batch) <= memory < model.cache_bytes(most + 1, batch)
+
+
+def test_devices_name_their_sources() -> None:
+    assert all(d.source and d.memory and d.bandwidth for d in cost.DEVICES.values())
+    assert cost.device("b200").ridge() == pytest.approx(281.25)
+    assert cost.device("rtx-4090").peak("bfloat16") == 2 * cost.device("rtx-4090").peak("float32")
+
+
 def test_scratch_of_the_short_backward() -> None:
     assert cost.scratch_bytes(512, 12) == 24 * MIB
     assert cost.scratch_bytes(1024, 12) == 96 * MIB
@@ -149,7 +197,7 @@ def test_cost_needs_numpy_at_most() -> None:
 
 def test_explain_knows_where_every_device_computes() -> None:
     from saccade.backends import ORDER
-    from saccade.cli.explain import PLACES
+    from saccade.backends.places import PLACES
 
     assert set(PLACES) == {"cpu", *cost.DEVICES}
     assert {backend for backend, _ in PLACES.values()} == set(ORDER)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 import random
+import re
 
 import numpy as np
 import pytest
@@ -104,6 +105,38 @@ def test_text_reads_names_without_calls() -> None:
 def test_text_refuses_everything_else(text) -> None:
     with pytest.raises(ValueError):
         parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("causal() &", "a mask is missing after '&' at column 10"),
+        ("causal() & ~", "a mask is missing after '~' at column 12"),
+        ("(causal() |) & full()", "a mask is missing after '|' at column 11"),
+        ("& causal()", "a mask is missing before '&' at column 1"),
+        ("causal() && full()", "a mask is missing before '&' at column 11"),
+        ("causal((", "'(' at column 8 is never closed: add ')'"),
+        ("documents(cu_seqlens=[0, 4)", "')' at column 27 closes no bracket"),
+        ("causal)", "')' at column 7 closes no bracket"),
+        ("causal() window(1, 2)", "a sign is missing before 'window(1, 2)' at column 10"),
+        ("window(255 0)", "a sign is missing before '0)' at column 12"),
+        ("window(left=)", "')' at column 13 is no part of a mask"),
+        ("x = causal()", "'= causal()' at column 3 is no part of a mask"),
+        ("", "it is empty: write full()"),
+        ("\ud800", "characters that are not text"),
+        ("casual()", "did you mean causal()?"),
+        ("full() & windw(3)", "did you mean window()?"),
+        ("chunked()", "needs size: write chunked(size)"),
+        ("~(full() & a.b)", "cannot read 'a.b' at column 12"),
+        # ast counts bytes
+        ("é() & 3", "unknown mask 'é'"), ("window('é') & 3", "cannot read"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_text_and_where(text: str, words: str) -> None:
+    with pytest.raises(ValueError) as error:
+        parse(text)
+    assert words in str(error.value)
+    assert not re.search("invalid syntax|unknown>|line 1|unmatched|positional argument", str(error.value))
 
 
 def test_a_mask_has_no_truth_value_and_meets_masks_only() -> None:

@@ -18,19 +18,6 @@ if TYPE_CHECKING:
     from saccade.plan import Plan
     from saccade.problem import Problem
 
-# for each device of the cost model, the backend that computes on it, and the backend's name for it
-PLACES = {
-    "cpu": ("cpu", "cpu"),
-    "webgpu": ("webgpu", "webgpu"),
-    "m3": ("metal", "mlx"),
-    "m3-max": ("metal", "mlx"),
-    "a100": ("triton", "cuda:sm_80"),
-    "h100": ("triton", "cuda:sm_90"),
-    "h200": ("triton", "cuda:sm_90"),
-    "zen5": ("cpu", "cpu"),
-}
-# tiles to plan with if the device's backend is not on this machine
-TILE = 64
 # the documented WGSL backward kernel for short sequences refuses longer ones
 SHORT = 1024
 
@@ -55,6 +42,7 @@ def explain(
     json: show.Json = False,
 ) -> None:
     """Print the plan (tiles, share skipped) and the cost (flops, bytes, bound) of a shape, a mask and a device."""
+    from saccade.backends.places import planned
     from saccade.counting import costs, count
     from saccade.plot.canvas import checked
 
@@ -135,28 +123,9 @@ def rates(name: str, problem: Problem) -> cost.Device:
     return cost.Device("cpu", flops, core.probe_stream(), source=f"this machine, {core.isa()}, probed now")
 
 
-def planned(name: str, problem: Problem) -> tuple[Plan, dict[str, str]]:
-    """The plan of the device's backend, and its kernels, or why there are none."""
-    from saccade import backends
-    from saccade.errors import Unsupported
-    from saccade.plan import Limits, make_plan
-
-    backend, device = PLACES[name]
-    there = replace(problem, device=device)
-    try:
-        module: backends.Backend = backends.load(backend)
-        # what this machine lacks does not change the plan
-        refused = [reason for reason in backends.refusals(module, there) if reason not in module.missing()]
-        if not refused:
-            return module.explain(there, module.plan(there))
-        reasons = {"not computed": "; ".join(refused)}
-    except Unsupported as error:
-        reasons = {"not known here": "; ".join(error.reasons)}
-    return make_plan(problem, Limits(f"{backend}, not planned by its own tiles", TILE, TILE)), reasons
-
-
 def tile(problem: Problem, plan: Plan, machine: cost.Device) -> dict[str, int]:
     """The memory that a tile of the plan takes, the memory of a core, and how many tiles fit at once."""
+    from saccade.backends.places import PLACES
     from saccade.tile_sizes import tile_bytes
 
     size = cost.item_bytes(problem.dtype)

@@ -16,6 +16,9 @@ def lab(
     model: Annotated[
         Path | None, typer.Option(help="Folder of a run or checkpoint whose attention maps to show.")
     ] = None,
+    export: Annotated[
+        Path | None, typer.Option(help="Write a lab that needs no server into this folder, and end.")
+    ] = None,
 ) -> None:
     """Serve a page with six views, to this machine only.
 
@@ -23,6 +26,9 @@ def lab(
     Attention maps: what a trained model's heads attend to (--model). Roofline: flops, bytes and bound of a shape on a
     device. Caches: bytes of keys and values. Your GPU: the kernels, run in the browser and checked against float64.
     """
+    if export is not None:
+        write(export, model)
+        return
     try:
         from saccade.lab.server import serve
     except ImportError as error:
@@ -39,3 +45,17 @@ def lab(
         show.fail(show.install(error, "train"))
     except (OSError, ValueError) as error:
         show.fail(show.sentence(error))
+
+
+def write(folder: Path, model: Path | None) -> None:
+    """Export the lab into a folder."""
+    from saccade.lab.export import export
+
+    if model is not None:
+        show.fail("--model is given with --export, whose lab has no attention maps; leave one of them out")
+    try:
+        states = export(folder)
+    except OSError as error:
+        show.fail(show.sentence(error))
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    typer.echo(f"{sum(states.values()):,} states in {size / 1e6:.1f} MB: open {folder / 'index.html'}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import lru_cache
 from typing import Any
 
 from .. import cost
 from ..counting import costs, count
+from ..mask import parse
 from ..plan import Limits, make_plan
-from ..problem import Problem
 from .query import Query, chosen, heads_of, mask_of, problem_of, whole
 
 LONGEST = 1 << 17
@@ -25,7 +26,7 @@ def roofline(query: Query) -> dict[str, Any]:
     (Hq, Hk), D = heads_of(query, 32, 8), whole(query, "d", 128, 1, 1024)
     mask = mask_of(query)
     prefill, decode = (cost.Shape(B, Tq, T, Hq, Hk, D, D, dtype) for Tq in (T, 1))
-    works = [*_works(problem_of(mask, prefill)), *_works(problem_of(mask, decode))[:1], cost.naive(prefill)]
+    works = [*_works(str(mask), prefill), *_works(str(mask), decode)[:1], cost.naive(prefill)]
     verdicts = [cost.roofline(work, machine) for work in works]
     ridge = machine.ridge(dtype)
     ends = [
@@ -50,19 +51,28 @@ def roofline(query: Query) -> dict[str, Any]:
     }
 
 
-def _works(problem: Problem) -> list[cost.Work]:
-    return costs(problem, count(make_plan(problem, Limits("lab")), problem.B, problem.Tq, problem.Tk))
+@lru_cache(maxsize=256)
+def _works(text: str, shape: cost.Shape) -> list[cost.Work]:
+    # counted once for all devices
+    problem = problem_of(parse(text), shape)
+    return costs(problem, count(make_plan(problem, Limits("lab")), shape.B, shape.Tq, shape.Tk))
 
 
 def caches(query: Query) -> dict[str, Any]:
-    """Bytes of a model's key-value cache for one, several and all query heads per kv head; its own for every preset."""
+    """Bytes of a model's key-value cache for one, several and all query heads per kv head; its own for every preset.
+
+    A model with a latent cache has a fourth grouping, "MLA".
+    """
     model = cost.MODELS[chosen(query, "model", list(cost.MODELS))]
     machine = cost.device(chosen(query, "device", list(cost.DEVICES)))
     tokens, batch = whole(query, "tokens", 4096, 1, 1 << 24), whole(query, "batch", 64, 1, 1 << 16)
-    groupings = {"MHA": model.heads, "GQA": model.kv_heads, "MQA": 1}
+    groupings: dict[str, int | None] = {"MHA": model.heads, "GQA": model.kv_heads, "MQA": 1}
+    own = None if model.latent else model.kv_heads
     if model.kv_heads in (model.heads, 1):
         # a model without groups is shown with eight kv heads, as most models have now
         groupings["GQA"] = next(n for n in (8, 6, 4, 2, 1) if model.heads % n == 0)
+    if model.latent:
+        groupings["MLA"] = None
     return {
         "model": asdict(model),
         "device": machine.name,
@@ -72,31 +82,30 @@ def caches(query: Query) -> dict[str, Any]:
         "tokens": tokens,
         "batch": batch,
         "groupings": [
-            _grouping(model, machine, name, n, tokens, batch) | {"own": n == model.kv_heads}
-            for name, n in groupings.items()
+            _grouping(model, machine, name, n, tokens, batch) | {"own": n == own} for name, n in groupings.items()
         ],
         "models": [
-            {"name": m.name, "heads": m.heads, "kv_heads": m.kv_heads, "layers": m.layers}
-            | _grouping(m, machine, "own", m.kv_heads, tokens, batch)
+            {"name": m.name, "heads": m.heads, "layers": m.layers}
+            | _grouping(m, machine, "own", None if m.latent else m.kv_heads, tokens, batch)
             for m in cost.MODELS.values()
         ],
     }
 
 
 def _grouping(
-    model: cost.Model, machine: cost.Device, name: str, kv_heads: int, tokens: int, batch: int
+    model: cost.Model, machine: cost.Device, name: str, kv_heads: int | None, tokens: int, batch: int
 ) -> dict[str, Any]:
     token, one = model.cache_bytes(kv_heads=kv_heads), model.cache_bytes(tokens, kv_heads=kv_heads)
     everything = model.cache_bytes(tokens, batch, kv_heads=kv_heads)
     return {
         "grouping": name,
         "kv_heads": kv_heads,
-        "smaller": model.heads / kv_heads,
+        "smaller": model.numbers(model.heads) / model.numbers(kv_heads),
         "token": cost.size(token),
         "sequence": cost.size(one),
         "bytes": everything,
         "all": cost.size(everything),
         "read": cost.duration(one / machine.bandwidth),
         "fits": everything <= machine.memory,
-        "most_tokens": int(machine.memory // (token * batch)),
+        "most_tokens": model.most_tokens(machine.memory, batch, kv_heads=kv_heads),
     }

@@ -15,7 +15,7 @@ from ..testing.cases import Case
 from ..testing.compare import band
 from ..testing.inputs import CaseInputs, make
 from ..testing.run import expected, plain
-from .query import Query, chosen, heads_of, mask_of, whole
+from .query import FieldError, Query, chosen, heads_of, mask_of, whole
 
 # WebGPU's default limits, and the highest limits that a page may report instead
 LIMITS = {
@@ -52,7 +52,9 @@ def job(query: Query) -> dict[str, Any]:
     x = _inputs(query, direction)
     if which == "documented" and direction != "decode" and str(x.mask) != "causal()":
         text = "None" if x.mask is None else brief(x.mask)
-        raise ValueError(f"the documented kernels compute causal attention; the mask is {text}: choose causal()")
+        raise FieldError(
+            "mask", f"the documented kernels compute causal attention; the mask is {text}: choose causal()"
+        )
     gpu = recorder(query)
     arrays = (_documented if which == "documented" else _tiled)(gpu, x, direction)
     case = x.case
@@ -76,16 +78,17 @@ def job(query: Query) -> dict[str, Any]:
 def _inputs(query: Query, direction: str) -> CaseInputs:
     (Hq, Hk), D = heads_of(query, 4, 2, most=32), whole(query, "d", 64, 4, 256)
     if D % 4:
-        raise ValueError(f"Head size is {D}; expected a multiple of 4, as arrays on a WebGPU device have")
+        raise FieldError("d", f"Head size is {D}; expected a multiple of 4, as arrays on a WebGPU device have")
     seed = whole(query, "seed", 0, 0, 2**31)
     if direction == "decode":
         Tq, Tk, mask = 1, whole(query, "t", 256, 1, 8192), full()
     else:
         Tq = Tk = whole(query, "t", 256, 1, 512 if direction == "backward" else 1024)
         mask = mask_of(query)
-    for what, n, most in (("keys × heads × d", Tk * Hq * D, MOST_NUMBERS), ("scores", Tq * Tk * Hq, MOST_SCORES)):
+    numbers, scores = Tk * Hq * D, Tq * Tk * Hq
+    for what, n, most in (("Keys × heads × head size", numbers, MOST_NUMBERS), ("The scores", scores, MOST_SCORES)):
         if n > most:
-            raise ValueError(f"{what} are {n}; a page compares at most {most}: use fewer tokens or heads")
+            raise FieldError("t", f"{what} are {n}; a page compares at most {most}: use fewer tokens or heads")
     return _drawn(Tq, Tk, Hq, Hk, D, str(mask), seed)
 
 

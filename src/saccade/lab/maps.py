@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .query import Query
+from .query import FieldError, Query
 
 LONGEST_TEXT, MOST_TOKENS, MOST_WEIGHTS = 4000, 160, 6_000_000
 
@@ -37,16 +37,16 @@ class Model:
 
         text = query.get("text", "")
         if not text or len(text) > LONGEST_TEXT:
-            raise ValueError(f"the text has {len(text)} characters; expected 1 to {LONGEST_TEXT}")
+            raise FieldError("text", f"Text has {len(text)} characters; expected 1 to {LONGEST_TEXT}")
         ids = self._tokenizer.encode([text])[0].tolist()
         longest = min(MOST_TOKENS, self._net.config.max_position_embeddings)
         if not 1 <= len(ids) <= longest:
-            raise ValueError(f"the text has {len(ids)} tokens; expected 1 to {longest}: shorten it")
+            raise FieldError("text", f"Text has {len(ids)} tokens; expected 1 to {longest}: shorten it")
         with self._lock:
             weights = attended(self._net, ids)
         if weights.size > MOST_WEIGHTS:
-            raise ValueError(
-                f"{len(ids)} tokens make {weights.size} weights, more than {MOST_WEIGHTS}: shorten the text"
+            raise FieldError(
+                "text", f"{len(ids)} tokens make {weights.size} weights, more than {MOST_WEIGHTS}: shorten the text"
             )
         units = np.round(weights.astype(np.float64) * 65535).clip(0, 65535).astype("<u2")
         return {

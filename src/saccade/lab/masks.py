@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from base64 import b64encode
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from .. import backends
+from ..backends.places import PLACES, planned
+from ..cost import DTYPE_BYTES
 from ..counting import count
 from ..errors import Unsupported
 from ..mask import Mask
 from ..mask.drawing import cell_states
 from ..mask.heads import head_count
-from ..plan import Limits, Part, Plan, make_plan
+from ..plan import Part, Plan
 from ..problem import Problem
 from .kernels import recorder
-from .query import LONGEST, Query, chosen, mask_of, problem_of, shape_of, whole
+from .query import LONGEST, FieldError, Query, chosen, mask_of, problem_of, shape_of, whole
 
 # cells per side of the picture, and the most segments that a page draws at once
 CELLS, SEGMENTS = 128, 40000
+# the most characters of a mask that is copied as Python
+LONGEST_TEXT = 20000
+DTYPES = ("bfloat16", *(name for name in DTYPE_BYTES if name != "bfloat16"))
 EXAMPLES = {
     "causal": "causal()",
     "sliding window": "causal() & window(255, 0)",
@@ -45,6 +49,7 @@ def picture(query: Query) -> dict[str, Any]:
     text = str(mask)
     return {
         "mask": text if len(text) < 2000 else repr(mask),
+        "python": python_of(text),
         "heads": head_count(mask),
         "cell": max(1, -(-max(Tq, Tk) // CELLS)),
         "rows": states.shape[0],
@@ -53,24 +58,36 @@ def picture(query: Query) -> dict[str, Any]:
     }
 
 
-def visits(query: Query) -> dict[str, Any]:
-    """What one backend's plan visits: counts of all heads, and the segments of each query tile of one head.
+def python_of(text: str) -> str:
+    """Lines of Python that make the mask of a text; empty for a text that is too long to copy."""
+    if len(text) > LONGEST_TEXT:
+        return ""
+    if "empty(" in text:
+        return f"from saccade.mask import parse\n\nmask = parse({text!r})\n"
+    names = sorted(set(re.findall(r"[a-z_]+(?=\()", text)))
+    return f"from saccade.mask import {', '.join(names)}\n\nmask = {text}\n"
 
+
+def visits(query: Query) -> dict[str, Any]:
+    """What the plan of a device visits: counts of all heads, and the segments of each query tile of one head.
+
+    The plan is that of `saccade explain`, with WebGPU's default limits for the device "webgpu".
     parts: one for each stride, with classes {rows, keys, tiles [[begin, end, kind], ..]}; tiles count a class's own
     rows and keys, and kind is 1 for PARTIAL or 2 for FULL.
     """
     mask, Tq, Tk, head = _mask(query)
-    name = chosen(query, "backend", list(backends.ORDER))
-    problem = problem_of(mask, shape_of(Tq, Tk, head_count(mask)))
-    try:
-        limits = _limits(name, problem)
-    except Unsupported as error:
-        return {"backend": name, "lacks": list(error.reasons)}
-    plan = make_plan(problem, limits)
+    device, dtype = chosen(query, "device", list(PLACES)), chosen(query, "dtype", DTYPES)
+    D = whole(query, "d", 128, 1, 1024)
+    problem = problem_of(mask, shape_of(Tq, Tk, head_count(mask), D, dtype))
+    plan, kernels = _planned(device, problem)
+    where = {"backend": PLACES[device][0], "device": device}
+    if lacks := [kernels[key] for key in ("not computed", "not known here") if key in kernels]:
+        return where | {"lacks": lacks}
     counted = count(plan, 1, Tq, Tk)
-    return {
-        "backend": name,
-        "limits": limits.name,
+    return where | {
+        "kernels": kernels,
+        # a task of the CPU is one query tile, and later ones come first (cpu/core/items.hpp)
+        "at_once": where["backend"] != "cpu",
         "tile_q": plan.tile_q,
         "tile_k": plan.tile_k,
         "tiles": counted.tiles,
@@ -93,22 +110,21 @@ def _mask(query: Query) -> tuple[Mask, int, int, int]:
     return mask, Tq, Tk, min(whole(query, "head", 0, 0, 255), head_count(mask) - 1)
 
 
-def _limits(name: str, problem: Problem) -> Limits:
-    backend: Any = backends.load(name)
-    if name == "webgpu":
-        # with WebGPU's default limits: tiles are the same on every adapter
+def _planned(device: str, problem: Problem) -> tuple[Plan, dict[str, str]]:
+    if PLACES[device][0] != "webgpu":
+        return planned(device, problem)
+    try:
         gpu = recorder()
-        return backend.limits(replace(problem, device=gpu.place))
-    if name == "triton":
-        return backend.limits(replace(problem, device="cuda"))
-    return backend.limits(problem)
+    except Unsupported as error:
+        return planned(device, problem, "cpu")[0], {"not known here": "; ".join(error.reasons)}
+    return planned(device, problem, gpu.place)
 
 
 def _parts(plan: Plan, head: int) -> list[dict[str, Any]]:
     total = sum(len(part.ranges.seg) for part in plan.parts)
     if total > SEGMENTS:
-        raise ValueError(
-            f"the plan has {total} segments, more than the {SEGMENTS} that are drawn; make the mask smaller"
+        raise FieldError(
+            "mask", f"the plan has {total} segments, more than the {SEGMENTS} that are drawn; make the mask smaller"
         )
     return [{"step": part.step, "classes": _classes(part, int(part.head[head]))} for part in plan.parts]
 

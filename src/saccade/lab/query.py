@@ -28,6 +28,9 @@ LABELS = {
     "seed": "Seed",
     "device": "Device",
     "dtype": "Dtype",
+    "mask": "Mask",
+    "text": "Text",
+    "scores": "Scores",
     "model": "Model",
     "example": "Example",
     "set": "Kernels",
@@ -87,15 +90,19 @@ def problem_of(mask: Mask | None, shape: Shape, device: str = "cpu") -> Problem:
     """The problem of a shape; its values are as long as its keys. Raises ValueError as a call would."""
     q = Spec((shape.B, shape.Tq, shape.Hq, shape.D), shape.dtype, device)
     k = Spec((shape.B, shape.Tk, shape.Hk, shape.D), shape.dtype, device)
-    problem = describe(q, k, k, Request(mask))
+    try:
+        problem = describe(q, k, k, Request(mask))
+    except (ValueError, TypeError) as error:
+        # the sizes were checked before, so that the mask does not fit them
+        raise FieldError("mask", str(error)) from None
     if problem.selection is not None:
         raise FieldError("mask", "select(...) has lists, which are in no plan; give the rest of the mask, without it")
     return problem
 
 
-def shape_of(Tq: int, Tk: int, heads: int) -> Shape:
-    """The shape of one sequence with heads of size 64, for views that depend on the mask alone."""
-    return Shape(1, Tq, Tk, heads, heads, 64, 64)
+def shape_of(Tq: int, Tk: int, heads: int, D: int = 64, dtype: str = "bfloat16") -> Shape:
+    """The shape of one sequence; a view that depends on the mask alone leaves out the head size and the dtype."""
+    return Shape(1, Tq, Tk, heads, heads, D, D, dtype)
 
 
 def plain(x: Any) -> Any:

@@ -6,7 +6,6 @@ import errno
 import socket
 from collections.abc import Callable
 from functools import partial
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from .. import __version__, backends, cost
-from . import masks
 from .connections import COMPUTATION, HungUp, Punctual, in_worker, until_hung_up
 from .guard import Guard
-from .views import VIEWS, Answer, View, answer, answered, encoded
+from .pages import KINDS, files
+from .views import VIEWS, Answer, View, about, answer, answered, encoded
 
 ADDRESS = "127.0.0.1"
-# media types of the page's files by suffix; the server reads no other files
-KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 # connections that wait to be accepted; views computed at a time; answers stored
 BACKLOG, AT_A_TIME, MOST_ANSWERS = 2048, 4, 16
 OPEN_FILES = 8192
@@ -35,13 +31,6 @@ ERRORS = "x-errors"
 
 # the fields of a query, by name
 Question = tuple[tuple[str, str], ...]
-
-
-def files() -> dict[str, bytes]:
-    """The page's files, by the path at which each is served."""
-    folder = resources.files("saccade.lab") / "static"
-    pages = {f"/{one.name}": one.read_bytes() for one in folder.iterdir() if Path(one.name).suffix in KINDS}
-    return {"/": pages.pop("/index.html"), **pages}
 
 
 def application(hosts: tuple[str, ...], model: Path | None = None) -> Any:
@@ -100,18 +89,6 @@ def application(hosts: tuple[str, ...], model: Path | None = None) -> Any:
 
     routes = [Route("/api/{view}", view, methods=["GET"]), Route("/{path:path}", file, methods=["GET"])]
     return Guard(Starlette(routes=routes), hosts)
-
-
-def about(model: Path | None) -> dict[str, Any]:
-    """The choices that the page's controls offer."""
-    return {
-        "version": __version__,
-        "model": None if model is None else model.resolve().name,
-        "backends": list(backends.ORDER),
-        "devices": {d.name: d.source for d in cost.DEVICES.values()},
-        "models": list(cost.MODELS),
-        "masks": masks.EXAMPLES,
-    }
 
 
 def listen(port: int) -> socket.socket:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from .. import __version__, cost
+from ..backends.places import PLACES
 from ..errors import Unsupported
 from . import costs, kernels, masks, online
 from .query import FieldError, Query, plain
@@ -21,6 +24,19 @@ VIEWS: dict[str, View] = {
 }
 # an HTTP status, and JSON
 Answer = tuple[int, bytes]
+
+
+def about(model: Path | None) -> dict[str, Any]:
+    """The choices that the page's controls offer. model: the folder of the model whose attention maps are shown."""
+    return {
+        "version": __version__,
+        "model": None if model is None else model.resolve().name,
+        "places": {device: backend for device, (backend, _) in PLACES.items()},
+        "dtypes": masks.DTYPES,
+        "devices": {d.name: d.source for d in cost.DEVICES.values()},
+        "models": list(cost.MODELS),
+        "masks": masks.EXAMPLES,
+    }
 
 
 def answer(view: View, query: Query) -> tuple[int, Any]:

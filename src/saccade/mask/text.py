@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable
+from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from .algebra import Mask, is_array
 from .contents import host
 from .kinds import KINDS
+from .syntax import wrong_syntax
 
 _RANK = {"or": 0, "and": 1, "not": 2}
 _SIGN = {"or": " | ", "and": " & "}
@@ -43,18 +45,21 @@ def parse(text: str) -> Mask:
         >>> mask.parse("causal & window(1023, 0)")
         causal() & window(1023, 0)
     """
+    shown, text = text[:80], text.strip()
     try:
-        tree = ast.parse(text.strip(), mode="eval")
+        tree = ast.parse(text, mode="eval")
     except SyntaxError as error:
-        raise ValueError(f"cannot read the mask {text[:80]!r}: {error.msg} at column {error.offset}") from None
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"cannot read the mask {text[:80]!r}: {error}") from None
+        raise ValueError(f"cannot read the mask {shown!r}: {wrong_syntax(text, error)}") from None
+    except ValueError:
+        raise ValueError(f"cannot read the mask {shown!r}: it has characters that are not text: remove them") from None
+    except (RecursionError, MemoryError):
+        raise ValueError(f"the mask {shown!r} is nested too deeply") from None
     try:
         return _mask(tree.body, text)
     except RecursionError:
-        raise ValueError(f"the mask {text[:80]!r} is nested too deeply") from None
+        raise ValueError(f"the mask {shown!r} is nested too deeply") from None
     except TypeError as error:
-        raise ValueError(f"cannot read the mask {text[:80]!r}: {error}") from None
+        raise ValueError(f"cannot read the mask {shown!r}: {error}") from None
 
 
 def _print(mask: Mask, of_array: Callable[[Any], str]) -> str:
@@ -105,9 +110,13 @@ def _mask(node: ast.expr, text: str) -> Mask:
 
 def _call(name: str, args: list[ast.expr], named: dict[str, ast.expr], node: ast.expr, text: str) -> Mask:
     if name not in _CONSTRUCTORS:
-        raise ValueError(f"unknown mask {name!r} in {text[:80]!r}; known are {', '.join(_CONSTRUCTORS)}")
+        near = get_close_matches(name, _CONSTRUCTORS, 1)
+        hint = f"did you mean {near[0]}()? " if near else ""
+        raise ValueError(f"unknown mask {name!r} in {text[:80]!r}: {hint}known are {', '.join(_CONSTRUCTORS)}")
     function = _CONSTRUCTORS[name]
-    most, names = _parameters(function)
+    most, names, required = _parameters(function)
+    if missing := [one for one in required[len(args) :] if one not in named]:
+        raise ValueError(f"{name} in {text[:80]!r} needs {' and '.join(missing)}: write {name}({', '.join(required)})")
     if len(args) > most or not set(named) <= names:
         extra = ", ".join(sorted(set(named) - names)) or f"{len(args)} arguments"
         raise ValueError(
@@ -118,10 +127,11 @@ def _call(name: str, args: list[ast.expr], named: dict[str, ast.expr], node: ast
 
 
 @cache
-def _parameters(function: Callable[..., Mask]) -> tuple[int, frozenset[str]]:
-    # the number of positional arguments of a constructor, and the names of all arguments
+def _parameters(function: Callable[..., Mask]) -> tuple[int, frozenset[str], list[str]]:
+    # of a constructor: the number of positional arguments, the names of all, and of those without a default
     parameters = inspect.signature(function).parameters
-    return sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values()), frozenset(parameters)
+    positional = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return len(positional), frozenset(parameters), [p.name for p in positional if p.default is p.empty]
 
 
 def _value(node: ast.expr, text: str) -> Any:
@@ -144,5 +154,7 @@ def _value(node: ast.expr, text: str) -> Any:
 
 
 def _unreadable(node: ast.expr, text: str, expected: str) -> ValueError:
-    part = ast.get_source_segment(text.strip(), node) or type(node).__name__
-    return ValueError(f"cannot read {part[:60]!r} at column {node.col_offset} of the mask; expected {expected}")
+    part = ast.get_source_segment(text, node) or type(node).__name__
+    # ast counts bytes
+    column = len(text.encode()[: node.col_offset].decode()) + 1
+    return ValueError(f"cannot read {part[:60]!r} at column {column} of the mask; expected {expected}")

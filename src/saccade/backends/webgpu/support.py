@@ -10,7 +10,7 @@ from ...plan import Plan
 from ...problem import Problem
 from .. import plan_encoding
 from . import tiled
-from .device import Gpu, open_gpu
+from .device import Gpu, at, open_gpu
 from .shapes import ROWS, shape
 from .texts import BINDING, MEMORY, STORAGE, THREADS
 
@@ -60,7 +60,7 @@ def describe() -> dict[str, Any]:
 
 def explain(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:
     """The plan, and its kernels' tile and variants with reasons. Raises Unsupported as `describe` does."""
-    gpu = open_gpu()
+    gpu = at(problem.device)
     stored, memory = kind(problem.dtype, gpu), int(gpu.limits[MEMORY])
     tile = shape(problem.D, problem.Dv, memory, gpu.software)
     options = tiled.options(problem, plan_encoding.of_part(plan.parts[0], ROWS, False).forms, stored)

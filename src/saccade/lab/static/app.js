@@ -10,12 +10,21 @@ import * as kernels from './kernels.js';
 
 const VIEWS = { mask, softmax, maps, roofline, caches, kernels };
 const main = document.querySelector('main');
+// the ids of the views that this page has; an exported page lacks some
+let shown = Object.keys(VIEWS);
 let open = null;
 
 // '#mask?tq=64' as {id: 'mask', fields: {tq: '64'}}
 function address() {
   const [id, query] = location.hash.slice(1).split(/\?(.*)/s);
-  return { id: id in VIEWS ? id : 'mask', fields: Object.fromEntries(new URLSearchParams(query ?? '')) };
+  return { id: shown.includes(id) ? id : 'mask', fields: Object.fromEntries(new URLSearchParams(query ?? '')) };
+}
+
+// an exported page has answers for some values of a field, and offers them alone
+function narrowed(spec, values) {
+  if (!values) return spec;
+  const options = (spec.options ?? values.map((value) => [value, value])).filter((o) => values.includes(Array.isArray(o) ? o[0] : o));
+  return { ...spec, kind: 'select', options, value: values.includes(String(spec.value)) ? spec.value : values[0] };
 }
 
 class Open {
@@ -23,7 +32,7 @@ class Open {
     this.id = id;
     this.view = VIEWS[id];
     this.about = about;
-    this.specs = this.view.controls(about);
+    this.specs = this.view.controls(about).map((spec) => narrowed(spec, about.offered?.[id]?.[spec.name]));
     this.defaults = Object.fromEntries(this.specs.map((spec) => [spec.name, String(spec.value)]));
     this.form = h('form', { 'aria-label': 'What is shown', onsubmit: (event) => event.preventDefault() });
     this.wrong = h('div');
@@ -133,11 +142,11 @@ themed(prefers.matches ? 'dark' : 'light');
 prefers.addEventListener('change', () => themed(prefers.matches ? 'dark' : 'light'));
 document.querySelector('#theme').addEventListener('click', () => (
   themed(document.documentElement.dataset.theme === 'dark' ? 'light' : 'dark')));
-document.querySelector('nav').append(...Object.entries(VIEWS).map(([id, view]) => h('a', { href: `#${id}` }, view.name)));
-
 try {
   const about = await ask('about');
-  document.querySelector('footer').append(`Saccade ${about.version}. The library computes all numbers; nothing leaves this machine.`);
+  if (about.offered) shown = shown.filter((id) => id in about.offered);
+  document.querySelector('nav').append(...shown.map((id) => h('a', { href: `#${id}` }, VIEWS[id].name)));
+  document.querySelector('footer').append(`Saccade ${about.version}. The library computed all numbers; nothing leaves this machine.`);
   addEventListener('hashchange', () => show(about));
   await show(about);
 } catch (error) {

@@ -1,4 +1,4 @@
-// the documented and the tiled WGSL kernels on the browser's GPU, checked and timed
+// the documented and the tiled WGSL kernels on the browser's GPU, checked and timed; without a GPU, what would be submitted
 
 import { attention, compare } from './oracle.js';
 import { MISSING, gpu, run } from './device.js';
@@ -76,17 +76,40 @@ function card(set, found) {
   if (found.error) return h('section', { class: 'card' }, head, h('p', { class: 'error' }, found.error));
   const ok = found.met.every((one) => one.ok);
   const middle = found.milliseconds[Math.floor(found.milliseconds.length / 2)];
-  const entries = [...new Set(found.job.steps.map((step) => step.entry))];
   return h('section', { class: 'card', 'data-set': set, 'data-ok': String(ok) }, head,
     h('p', { class: 'big' }, `${short(middle, 3)} ms`, h('small', null, `${short(found.job.flops / middle / 1e6, 3)} GFLOP/s`)),
     h('p', { class: ok ? 'good' : 'bad' }, ok ? '✓ equal to float64 within the rule' : '✗ outside the tolerance rule'),
     table('Largest difference from float64', ['', 'error', 'allowed', ''], found.met.map((one) => [one.name, short(one.error, 3), short(one.allowed, 3), one.ok ? '✓' : '✗'])),
     terms([
-      ['kernels', entries.join(', ')], ['workgroup', found.job.steps[0].threads.filter((n) => n > 1).join(' × ') || '1'],
-      ['workgroup memory', `${count(Math.max(...found.job.steps.map((step) => step.memory)))} B`],
       ['timed', `${found.milliseconds.length} runs, ${found.byClock ? 'device clock' : 'wall clock'}`], ['compiled in', `${short(found.compile, 3)} ms`],
     ]),
-    found.job.texts.map((text, n) => h('details', null, h('summary', null, `WGSL of ${found.job.steps.find((step) => step.text === n).entry}`), h('pre', { tabindex: '0' }, text))));
+    recorded(found.job));
+}
+
+// the dispatches of a job, its buffers, and its shaders
+function recorded(job) {
+  const named = Object.entries(job.arrays);
+  const roleOf = (n) => named.filter(([, array]) => array.buffer === n).map(([name, array]) => `${name} [${array.shape.join(', ')}]`).join(', ');
+  const steps = job.steps.map((step) => [step.entry, step.grid.join(' × '), step.threads.filter((n) => n > 1).join(' × ') || '1', `${count(step.memory)} B`,
+    step.bindings.map(([buffer]) => buffer).join(' ')]);
+  const buffers = job.buffers.map((buffer, n) => [String(n), roleOf(n) || 'internal', `${count(buffer.size)} B`, buffer.data ? 'numbers' : 'zeros']);
+  return [
+    table('Dispatches', ['', 'workgroups', 'threads', 'workgroup memory', 'buffers'], steps),
+    h('details', null, h('summary', null, `${buffers.length} buffers`), table('Buffers before the first dispatch', ['', 'array', 'size', 'content'], buffers)),
+    job.texts.map((text, n) => h('details', null, h('summary', null, `WGSL of ${job.steps.find((step) => step.text === n).entry}`), h('pre', { tabindex: '0' }, text))),
+  ];
+}
+
+// where nothing can run: what a call would submit to a device with these limits
+const LIMITS = { 'max-storage-buffers-per-shader-stage': 10 };
+
+async function unrun(state) {
+  return Promise.all(Object.entries(SETS).map(async ([set, [label, what]]) => {
+    const job = await ask('kernel', { ...fieldsOf(state), set, software: '0', ...LIMITS }).catch((error) => error);
+    if (job.field && set === 'tiled') throw job;
+    return h('section', { class: 'card', 'data-recorded': set }, h('h2', null, label), h('p', { class: 'note' }, what),
+      job instanceof Error ? h('p', { class: 'error' }, job.message) : recorded(job));
+  }));
 }
 
 export async function draw(state) {
@@ -95,7 +118,11 @@ export async function draw(state) {
   try {
     here = await gpu();
   } catch (error) {
-    return { nodes: [h('div', { class: 'error', role: 'alert' }, error.message)], note: error.message === MISSING ? 'All other views work without it.' : '' };
+    return {
+      nodes: [h('div', { class: 'error', role: 'alert' }, error.message),
+        h('p', null, 'This is what a call would submit: its dispatches, its buffers and its shaders.'), h('div', { class: 'split even' }, await unrun(state))],
+      note: error.message === MISSING ? 'All other views work without it.' : '',
+    };
   }
   const note = here.software ? 'This is a software adapter: results are correct, but slow.' : '';
   return {

@@ -1,5 +1,7 @@
 // a mask: its picture, and the tiles that each backend's plan visits
 
+import { copies, drawing } from './copy.js';
+import { Stage, plan } from './visits.js';
 import { ask, bytes, colour, count, field, h, key, paintCells, percent, picture, rgb, terms } from './ui.js';
 
 export const name = 'Masks';
@@ -11,15 +13,25 @@ const PARTS = [
   'keys(800)', 'documents(cu_seqlens=[0, 300, 700, 1024])',
 ];
 
-export const controls = () => [
+export const controls = (about) => [
   { name: 'mask', label: 'Mask', kind: 'text', value: 'causal() & (window(127, 0) | prefix(64))', wide: 'full' },
   { name: 'tq', label: 'Queries', kind: 'number', value: 1024, least: 1, most: 4096 },
   { name: 'tk', label: 'Keys', kind: 'number', value: 1024, least: 1, most: 4096 },
+  { name: 'dtype', label: 'Dtype', kind: 'select', value: 'bfloat16', options: about.dtypes },
+  { name: 'd', label: 'Head size', kind: 'number', value: 128, least: 1, most: 1024 },
+  { name: 'gpu', label: 'NVIDIA GPU', kind: 'select', value: 'h100', options: of(about, 'triton') },
   { name: 'head', label: 'Head', kind: 'number', value: 0, least: 0, most: 255, when: (state) => /per_head/.test(state.mask) },
 ];
 
+// the devices of a backend
+const of = (about, backend) => Object.keys(about.places).filter((device) => about.places[device] === backend);
+
 // examples, and constructors to join to the current mask
 export function actions(open) {
+  const play = h('button', { type: 'button', 'data-key': 'play', onclick: () => stage.press() });
+  stage = new Stage(play);
+  // an exported page lists its masks
+  if (open.about.offered) return [play];
   const examples = [['', 'Choose…'], ...Object.entries(open.about.masks).map(([text, mask]) => [mask, text])];
   const build = { sign: '&', part: PARTS[0] };
   const keep = (name, value) => { build[name] = value; };
@@ -32,7 +44,7 @@ export function actions(open) {
     field({ name: 'example', label: 'Example', kind: 'select', options: examples }, '', (_, mask) => mask && open.set({ mask })),
     field({ name: 'sign', label: 'Join', kind: 'select', options: [['&', 'and'], ['|', 'or'], ['& ~', 'and not']] }, '&', keep),
     field({ name: 'part', label: 'Constructor', kind: 'select', options: PARTS }, PARTS[0], keep),
-    h('button', { type: 'button', onclick: add, 'data-key': 'add' }, 'Add'),
+    h('button', { type: 'button', onclick: add, 'data-key': 'add' }, 'Add'), play,
   ];
 }
 
@@ -52,71 +64,52 @@ function drawn(data, state) {
   const each = data.cell > 1 ? `A cell is ${data.cell} × ${data.cell} pairs.` : 'A cell is a pair.';
   return h('figure', { class: 'card' },
     h('h2', null, 'The mask'), h('div', { class: 'axis', 'aria-hidden': 'true' }, h('span', null, '↓ queries'), h('span', null, 'keys →')),
-    canvas, key([['empty', 'nothing allowed'], ['part', 'some of a cell'], ['all', 'all of it']]),
+    canvas, copies(data.python, drawing(cells, data.rows, data.columns, STATES.map(colour), data.mask), canvas), key([['empty', 'nothing allowed'], ['part', 'some of a cell'], ['all', 'all of it']]),
     h('figcaption', null, h('code', null, data.mask), h('br'), each));
 }
 
-// segments of one part; the classes of a stride follow each other, as in the kernels
-function plan(part, data) {
-  const rows = part.classes.reduce((sum, one) => sum + one.rows, 0);
-  const keys = part.classes.reduce((sum, one) => sum + one.keys, 0);
-  const side = 960;
-  const x = (n) => Math.round(n * side / keys);
-  const y = (n) => Math.round(n * side * Math.min(1.4, rows / keys) / rows);
-  const height = Math.max(24, y(rows));
-  return picture(side, height, `${data.backend}: the segments of keys that every tile of ${data.tile_q} queries visits`, (context) => {
-    context.fillStyle = colour('empty');
-    context.fillRect(0, 0, side, height);
-    let row = 0;
-    let first = 0;
-    for (const one of part.classes) {
-      one.tiles.forEach((segments, n) => {
-        const top = y(row + n * data.tile_q);
-        const bottom = y(row + Math.min(one.rows, (n + 1) * data.tile_q));
-        for (const [begin, end, kind] of segments) {
-          context.fillStyle = colour(STATES[kind]);
-          context.fillRect(x(first + begin), top, Math.max(1, x(first + end) - x(first + begin)), Math.max(1, bottom - top));
-        }
-      });
-      row += one.rows;
-      first += one.keys;
-    }
-    const step = side * data.tile_k / keys;
-    if (part.step > 1 || step < 8) return;
-    // the borders of tiles
-    context.fillStyle = colour('sheet');
-    context.globalAlpha = 0.35;
-    for (let n = data.tile_k; n < keys; n += data.tile_k) context.fillRect(x(n) - 1, 0, 2, height);
-    for (let n = data.tile_q; n < rows; n += data.tile_q) context.fillRect(0, y(n) - 1, side, 2);
-  });
+const NAMES = { cpu: 'CPU', triton: 'Triton', metal: 'Metal', webgpu: 'WebGPU' };
+const titleOf = (data) => (data.backend === 'triton' ? `${NAMES.triton}, ${data.device}` : NAMES[data.backend]);
+
+let stage = null;
+export const leave = () => stage.stop();
+
+const shows = [];
+function played(part, data) {
+  const { canvas, show } = plan(part, data);
+  shows.push(show);
+  return canvas;
 }
 
-const NAMES = { cpu: 'CPU', triton: 'Triton', metal: 'Metal', webgpu: 'WebGPU' };
-
 function card(data) {
-  if (data.lacks) return h('section', { class: 'card' }, h('h2', null, NAMES[data.backend]), h('p', { class: 'note' }, data.lacks.join('; ')));
+  if (data.lacks) return h('section', { class: 'card', 'data-device': data.device }, h('h2', null, titleOf(data)), h('p', { class: 'note' }, data.lacks.join('; ')));
   const tiles = data.full + data.partial;
   const strides = data.parts.filter((part) => part.step > 1);
-  return h('section', { class: 'card' },
-    h('h2', null, NAMES[data.backend], h('small', null, `tiles of ${data.tile_q} × ${data.tile_k}`)),
+  const text = [data.plan, ...Object.entries(data.kernels).map(([name, value]) => `${name}: ${value}`)].join('\n');
+  return h('section', { class: 'card', 'data-device': data.device },
+    h('h2', null, titleOf(data), h('small', null, `tiles of ${data.tile_q} × ${data.tile_k}`)),
     h('p', { class: 'big' }, percent(Math.max(0, data.skipped)), h('small', null, ' of the pairs never visited')),
     data.parts.map((part) => [
-      part.step > 1 && h('p', { class: 'note' }, `Stride ${part.step}: its ${part.classes.length} classes next to each other, each of them dense.`), plan(part, data)]),
+      part.step > 1 && h('p', { class: 'note' }, `Stride ${part.step}: its ${part.classes.length} classes next to each other, each of them dense.`), played(part, data)]),
     terms([
       ['tiles', `${count(tiles)} of ${count(data.tiles)}`], ['full, partial', `${count(data.full)}, ${count(data.partial)}`],
       ['pairs visited', count(data.visited)], [`pairs allowed${data.exact ? '' : ' at most'}`, count(data.allowed)],
       ['visited / allowed', data.allowed ? (data.visited / data.allowed).toFixed(3) : '–'],
-    ]), strides.length === 0 && h('details', null, h('summary', null, 'The plan as text'), h('pre', { tabindex: '0' }, data.plan)));
+    ]), strides.length === 0 && h('details', null, h('summary', null, 'The plan as text'), h('pre', { tabindex: '0' }, text)));
 }
 
 export async function draw(state, open) {
   const fields = { mask: state.mask, tq: state.tq, tk: state.tk, head: state.head };
+  const shape = { ...fields, dtype: state.dtype, d: state.d };
   const [data, ...plans] = await Promise.all([
-    ask('mask', fields), ...open.about.backends.map((backend) => ask('visits', { ...fields, backend })),
+    ask('mask', fields), ...['cpu', state.gpu, 'm3', 'webgpu'].map((device) => ask('visits', { ...shape, device })),
   ]);
+  shows.length = 0;
+  const cards = plans.map(card);
+  stage.reset([...shows]);
   const heads = data.heads > 1 ? ` Counts are of all ${data.heads} heads.` : '';
   return {
-    nodes: [h('div', { class: 'split' }, drawn(data, state), h('div', null, h('div', { class: 'cards' }, plans.map(card))))],
-    note: `The tiles that each backend visits come from its plan, which needs no device.${heads}`,
+    nodes: [h('div', { class: 'split' }, drawn(data, state), h('div', null, h('div', { class: 'cards' }, cards)))],
+    note: `The tiles that each backend visits come from its plan, which needs no device: the plan that saccade explain prints. Played, a GPU starts all query tiles of a head at once, and a thread of the CPU takes one after the other, the last first.${heads}`,
   };
 }

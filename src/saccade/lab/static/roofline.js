@@ -8,7 +8,7 @@ export const lead = 'Work with few operations per byte waits for memory; work to
 
 export const controls = (about) => [
   { name: 'device', label: 'Device', kind: 'select', value: 'h100', options: Object.keys(about.devices) },
-  { name: 'dtype', label: 'Type', kind: 'select', value: 'bfloat16', options: ['bfloat16', 'float16', 'float32', 'float64'] },
+  { name: 'dtype', label: 'Dtype', kind: 'select', value: 'bfloat16', options: ['bfloat16', 'float16', 'float32', 'float64'] },
   { name: 'batch', label: 'Sequences', kind: 'number', value: 1, least: 1, most: 256 },
   { name: 't', label: 'Tokens', kind: 'number', value: 4096, least: 1, most: 131072 },
   { name: 'heads', label: 'Heads', kind: 'number', value: 32, least: 1, most: 256 },

@@ -7,13 +7,16 @@ export const title = 'Online softmax, tile by tile';
 export const lead = 'Each row stores its largest score m, the sum l of its weights and the weighted sum acc of the values. When a larger score comes, l and acc are multiplied by exp(m_old − m).';
 
 const own = (state) => state.example === 'own';
+const scored = (state) => state.example === 'scores';
+const fieldsOf = { own: ['t', 'd', 'seed', 'mask'], scores: ['scores', 'mask'] };
 export const controls = () => [
   { name: 'example', label: 'Example', kind: 'select', value: 'grid', options: [
-    ['grid', '8 tokens of 128 numbers'], ['weights', '4 tokens, causal, known weights'], ['own', 'one of your own']] },
+    ['grid', '8 tokens of 128 numbers'], ['weights', '4 tokens, causal, known weights'], ['scores', 'your own scores'], ['own', 'random numbers of any size']] },
+  { name: 'scores', label: 'Scores, one line per query', kind: 'area', value: '1 2 3 100\n4 3 2 1', wide: 'full', when: scored },
   { name: 't', label: 'Tokens', kind: 'number', value: 12, least: 1, most: 32, when: own },
   { name: 'd', label: 'Head size', kind: 'number', value: 8, least: 1, most: 128, when: own },
   { name: 'seed', label: 'Seed', kind: 'number', value: 0, least: 0, most: 9999, when: own },
-  { name: 'mask', label: 'Mask', kind: 'text', value: 'causal()', when: own },
+  { name: 'mask', label: 'Mask', kind: 'text', value: 'full()', when: (state) => own(state) || scored(state) },
   { name: 'bq', label: 'Queries per tile', kind: 'number', value: 2, least: 1, most: 8 },
   { name: 'bk', label: 'Keys per tile', kind: 'number', value: 2, least: 1, most: 8 },
   { name: 'step', label: 'Step', kind: 'range', value: 0, least: 0, most: 15, wide: 'wide' },
@@ -43,13 +46,13 @@ export function actions(open) {
 
 // every score of the head: scores so far by their weight under the final m, others faint
 function grid(data, now, open) {
-  const { tokens, tile_q: bq, tile_k: bk } = data;
-  const size = 460 / tokens;
+  const { queries, keys, tile_q: bq, tile_k: bk } = data;
+  const size = Math.min(115, 460 / Math.max(queries, keys));
   const marks = [];
   data.steps.forEach((step, n) => {
     const [top, left] = [step.i * bq, step.j * bk];
-    const rows = Math.min(bq, tokens - top);
-    const columns = Math.min(bk, tokens - left);
+    const rows = Math.min(bq, queries - top);
+    const columns = Math.min(bk, keys - left);
     const [light, dark] = [rgb(colour('empty')), rgb(colour('all'))];
     for (let a = 0; a < rows; a++) {
       for (let b = 0; b < columns; b++) {
@@ -66,12 +69,14 @@ function grid(data, now, open) {
   // above its neighbours
   frames.push(...frames.splice(now, 1));
   const label = 'Scores by query, downwards, and key; the tile of this step is framed';
-  return svg('svg', { viewBox: '-2 -2 464 464', role: 'img', 'aria-label': label }, marks, frames);
+  const drawn = svg('svg', { viewBox: `-2 -2 ${keys * size + 4} ${queries * size + 4}`, role: 'img', 'aria-label': label }, marks, frames);
+  drawn.style.maxWidth = `${Math.round(keys * size + 4)}px`;
+  return drawn;
 }
 
 function frame(step, n, current, size, data, open) {
-  const width = Math.min(data.tile_k, data.tokens - step.j * data.tile_k) * size;
-  const height = Math.min(data.tile_q, data.tokens - step.i * data.tile_q) * size;
+  const width = Math.min(data.tile_k, data.keys - step.j * data.tile_k) * size;
+  const height = Math.min(data.tile_q, data.queries - step.i * data.tile_q) * size;
   return svg('rect', {
     x: step.j * data.tile_k * size - 0.75, y: step.i * data.tile_q * size - 0.75, width, height, rx: 3, fill: 'transparent',
     stroke: colour(current ? 'accent' : 'line'), 'stroke-width': current ? 3 : 1,
@@ -102,16 +107,21 @@ function values(label, rows) {
 
 const part = (formula, ...content) => h('div', null, h('p', { class: 'formula' }, formula), content);
 
-function numbers(step, data) {
+// the page of the documentation, where it is next to this one
+const derivation = (docs) => ['Why both are equal: ', docs ? h('a', { href: `${docs}inside/derivation.html` }, 'the derivation') : h('code', null, 'docs/inside/derivation.md'), '.'];
+
+function numbers(step, data, docs) {
   const row = (n) => `query ${step.i * data.tile_q + n}`;
   const state = h('div', { class: 'scroll', tabindex: '0', role: 'region', 'aria-label': 'State of each row' }, h('table', null,
-    h('thead', null, h('tr', null, ['', 'm_old', 'm', 'exp(m_old − m)', 'l_old', 'l'].map((text, n) => (n ? h('th', { scope: 'col', class: 'n' }, text) : h('td', null))))),
+    h('thead', null, h('tr', null, ['', 'm_old', 'm', 'factor', 'l_old', 'l', 'naive'].map((text, n) => (n ? h('th', { scope: 'col', class: 'n' }, text) : h('td', null))))),
     h('tbody', null, step.m.map((m, n) => h('tr', null, h('th', { scope: 'row' }, row(n)),
-      [step.m_old[n], m, step.correction[n], step.l_old[n], step.l[n]].map((x) => h('td', { class: 'n' }, short(x))))))));
+      [step.m_old[n], m, step.correction[n], step.l_old[n], step.l[n], step.naive[n]].map((x) => (
+        h('td', { class: x === 'overflow' ? 'n bad' : 'n' }, typeof x === 'string' ? x : short(x)))))))));
   return [
     h('div', { class: 'flow' },
       part(`S = ${short(data.scale)} · Q Kᵀ`, matrix('Scores', step.s, false)), part('P = exp(S − m)', matrix('Weights before division', step.p, true))),
-    part('m = max(m_old, max S)    l = l_old · exp(m_old − m) + Σ P', state),
+    part('m = max(m_old, max S)    l = l_old · exp(m_old − m) + Σ P', state, h('p', { class: 'note' },
+      'The factor is exp(m_old − m). The naive sum Σ exp(S) does not subtract m: it is l · exp(m), and in float32 it overflows from a score of 89 on. ', derivation(docs))),
     part('acc = acc · exp(m_old − m) + P V', values('acc', step.acc), step.acc[0].length > 8 && h('p', { class: 'note' }, 'One column per dimension: blue above 0, red below.')),
     step.o && part('o = acc / l', values('o', step.o)),
     step.o && part('lse = m + log l', matrix('lse', [step.lse], false)),
@@ -120,7 +130,8 @@ function numbers(step, data) {
 
 export async function draw(state, open) {
   const fields = { example: state.example, bq: state.bq, bk: state.bk };
-  const data = await ask('softmax', own(state) ? { ...fields, t: state.t, d: state.d, seed: state.seed, mask: state.mask } : fields);
+  for (const name of fieldsOf[state.example] ?? []) fields[name] = state[name];
+  const data = await ask('softmax', fields);
   const last = data.steps.length - 1;
   const slider = open.form.elements.step;
   slider.max = last;
@@ -128,12 +139,12 @@ export async function draw(state, open) {
   slider.value = now;
   const step = data.steps[now];
   const where = `Step ${now + 1} of ${last + 1}: query tile ${step.i}, key tile ${step.j}`;
-  const content = step.s ? numbers(step, data) : [h('div', { class: 'card' }, h('p', null, 'The plan skips this tile: none of its queries may attend to any of its keys, so it is not loaded.'))];
+  const content = step.s ? numbers(step, data, open.about.docs) : [h('div', { class: 'card' }, h('p', null, 'The plan skips this tile: none of its queries may attend to any of its keys, so it is not loaded.'))];
   return {
     nodes: [h('div', { class: 'split' },
       h('figure', { class: 'card' }, h('h2', null, where), grid(data, now, open),
         key([['all', 'weight exp(s − m), as the step found it'], ['empty', 'masked or not reached'], ['accent', 'this step']]),
-        h('figcaption', null, `${data.tokens} tokens, head size ${data.head_dim}, ${data.mask || 'all keys allowed'}. Queries go down, keys to the right.`)),
+        h('figcaption', null, `${data.queries} queries, ${data.keys} keys, head size ${data.head_dim}, ${data.mask || 'all keys allowed'}. Queries go down, keys to the right.`)),
       h('div', null, content))],
     note: step.o ? `${where}. This is the last tile of these queries: after one division, o and lse are complete.` : `${where}.`,
   };

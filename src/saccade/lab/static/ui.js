@@ -1,4 +1,8 @@
-// elements, controls, numbers, and the one way to ask the server
+// elements, controls, numbers, and the one way to ask for answers
+
+import { answer } from './server.js';
+
+export { bytes } from './bytes.js';
 
 const SVG = 'http://www.w3.org/2000/svg';
 
@@ -27,28 +31,21 @@ export function short(x, digits = 4) {
 export const count = (n) => n.toLocaleString('en').replaceAll(',', '\u202f');
 export const percent = (x) => `${(100 * x).toFixed(1)} %`;
 
-export const bytes = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
-// JSON of a view; the same question is asked once. an error throws with the server's words, and the field where it is known.
-// with this header the status of an error is 200, which browsers do not log
+// the answer of a view; the same question is asked once. an error throws with its words, and its field where it is known
 const asked = new Map();
 export async function ask(view, fields = {}) {
-  const url = `api/${view}?${new URLSearchParams(fields)}`;
-  if (!asked.has(url)) {
+  const question = `${view}?${new URLSearchParams(fields)}`;
+  if (!asked.has(question)) {
     if (asked.size > 60) asked.delete(asked.keys().next().value);
-    asked.set(url, fetch(url, { headers: { 'X-Errors': '200' } }).then(async (answer) => {
-      const data = await answer.json();
+    asked.set(question, answer(view, fields).then((data) => {
       if (data.error !== undefined) throw Object.assign(new Error(data.error), { field: data.field });
       return data;
     }));
-    asked.get(url).catch(() => asked.delete(url));
+    asked.get(question).catch(() => asked.delete(question));
   }
-  try {
-    return await asked.get(url);
-  } catch (error) {
-    throw error instanceof TypeError ? new Error('the server does not answer: is saccade lab still running?') : error;
-  }
+  return asked.get(question);
 }
 
 // a labelled control; spec {name, label, kind: number | text | select | area | range, options, least, most, hidden, wide}

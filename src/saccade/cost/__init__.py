@@ -1,17 +1,26 @@
 """What attention costs: flops, bytes, the roofline's verdict and cache sizes.
 
-This module does only arithmetic and touches no device. Sizes are in bytes, rates per second, times in seconds.
+This package does only arithmetic and touches no device. Sizes are in bytes, rates per second, times in seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-Pairs = TypeVar("Pairs", int, float)
+from .devices import DEVICES as DEVICES
+from .devices import Device as Device
+from .devices import device as device
+from .models import MODELS as MODELS
+from .models import Model as Model
+from .models import kv_cache_bytes as kv_cache_bytes
+from .units import DTYPE_BYTES as DTYPE_BYTES
+from .units import duration as duration
+from .units import item_bytes as item_bytes
+from .units import size as size
 
-DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+Pairs = TypeVar("Pairs", int, float)
+_MIB = 1024 * 1024
 
 # one pass is one read or one write of the whole score matrix
 NAIVE_PASSES = (
@@ -24,70 +33,6 @@ NAIVE_PASSES = (
     "write softmax",
     "read for PV",
 )
-
-
-@dataclass(frozen=True)
-class Device:
-    """Peak rates of a machine: `flops` by dtype in flop/s, `bandwidth` in bytes/s, sizes in bytes.
-
-    `tile_memory` is the fast memory of one workgroup (shared or threadgroup memory, or a core's L2): the planner's
-    budget.
-    """
-
-    name: str
-    flops: Mapping[str, float]
-    bandwidth: float
-    memory: float = 0.0
-    tile_memory: int = 0
-    sram: float = 0.0
-    sram_bandwidth: float = 0.0
-    source: str = ""
-
-    def peak(self, dtype: str = "bfloat16") -> float:
-        """Peak flop/s for `dtype`; the float32 rate for a dtype that is not in `flops`."""
-        return self.flops.get(dtype, self.flops["float32"])
-
-    def ridge(self, dtype: str = "bfloat16") -> float:
-        """Flop per byte at which the device changes from bandwidth-bound to compute-bound."""
-        return self.peak(dtype) / self.bandwidth
-
-
-_MIB = 1024 * 1024
-
-# fp32, 16-bit and fp64 TFLOP/s; TB/s; GB; KiB of tile memory; MB and TB/s of SRAM
-_KNOWN = (
-    ("h100", (67, 1000, 67), 3.35, 80, 227, 50, 20, "SXM5, dense, rounded"),
-    ("h200", (67, 1000, 67), 4.8, 141, 227, 50, 20, "as h100, with HBM3e"),
-    ("a100", (19.5, 312, 19.5), 2.039, 80, 163, 40, 0, "SXM4 80 GB, dense"),
-    ("m3", (3.5, 3.5, 3.5), 0.1, 24, 32, 0, 0, "10-core GPU, unified memory"),
-    ("m3-max", (14.1, 14.1, 14.1), 0.4, 128, 32, 0, 0, "40-core GPU, unified memory"),
-    ("webgpu", (67, 67, 67), 4.3, 141, 16, 0, 0, "h200 without matrix units, default workgroup memory"),
-    ("zen5", (0.529, 1.068, 0.264), 0.048, 24, 1024, 32, 0, "2 cores, AVX-512-bf16, measured"),
-)
-
-
-def _device(row: tuple[str, tuple[float, ...], float, int, int, int, int, str]) -> Device:
-    name, rates, tbs, gb, kib, mb, sram, source = row
-    fp32, half, fp64 = (rate * 1e12 for rate in rates)
-    flops = {"float32": fp32, "bfloat16": half, "float16": half, "float64": fp64}
-    return Device(name, flops, tbs * 1e12, gb * 1e9, kib * 1024, mb * 1e6, sram * 1e12, source)
-
-
-DEVICES: Mapping[str, Device] = {row[0]: _device(row) for row in _KNOWN}
-
-
-def device(name: str) -> Device:
-    """The device with this name; raises ValueError, which lists the known names, if there is none."""
-    if name not in DEVICES:
-        raise ValueError(f"unknown device {name!r}: expected one of {', '.join(sorted(DEVICES))}")
-    return DEVICES[name]
-
-
-def item_bytes(dtype: str) -> int:
-    """Bytes of one element; raises ValueError for a dtype that attention does not accept."""
-    if dtype not in DTYPE_BYTES:
-        raise ValueError(f"unknown dtype {dtype!r}: expected one of {', '.join(DTYPE_BYTES)}")
-    return DTYPE_BYTES[dtype]
 
 
 def score_matrix_bytes(
@@ -228,65 +173,3 @@ def naive(shape: Shape) -> Work:
     extra = shape.B * naive_traffic(shape.Tq, shape.Tk, dtype=shape.dtype, heads=shape.Hq)
     flops = forward_flops(shape.B * shape.Hq * shape.Tq * shape.Tk, shape.D, shape.Dv)
     return Work("naive", shape.dtype, shape.pairs, flops, prefill(shape).bytes - shape.lse_bytes + extra)
-
-
-@dataclass(frozen=True)
-class Model:
-    """The dimensions of a decoder that determine its cache size. `head_dim` is the size of keys and of values."""
-
-    name: str
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    width: int
-    dtype: str = "bfloat16"
-
-    def cache_bytes(self, tokens: int = 1, batch: int = 1, *, kv_heads: int | None = None) -> int:
-        """KV-cache bytes, 2·layers·Hk·D·bytes per token; `kv_heads` replaces the model's number of key heads."""
-        return kv_cache_bytes(
-            self.layers, self.kv_heads if kv_heads is None else kv_heads, self.head_dim, tokens, batch, self.dtype
-        )
-
-    def saving(self) -> float:
-        """How many times smaller the cache is than with one key head per query head."""
-        return self.heads / self.kv_heads
-
-    def projections(self) -> dict[str, tuple[int, int]]:
-        """Shapes [in, out] of the four projections."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return {"q": (self.width, q), "k": (self.width, kv), "v": (self.width, kv), "o": (q, self.width)}
-
-
-MODELS: Mapping[str, Model] = {
-    m.name: m
-    for m in (
-        Model("llama-2-70b", 80, 64, 8, 128, 8192),
-        Model("mistral-7b", 32, 32, 8, 128, 4096),
-        Model("96-head", 96, 96, 96, 128, 12288),
-        Model("gpt-2", 12, 12, 12, 64, 768),
-    )
-}
-
-
-def kv_cache_bytes(
-    layers: int, kv_heads: int, head_dim: int, tokens: int = 1, batch: int = 1, dtype: str = "bfloat16"
-) -> int:
-    """Bytes of keys and values of `batch` sequences of `tokens` tokens: 2·layers·Hk·D·bytes per token."""
-    return 2 * layers * kv_heads * head_dim * item_bytes(dtype) * tokens * batch
-
-
-def size(n: float) -> str:
-    """A number of bytes in the binary unit in which it is between 1 and 1024, e.g. "1.25 GiB"."""
-    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if n >= 1024**power:
-            return f"{n / 1024**power:.4g} {unit}"
-    return f"{n:g} B"
-
-
-def duration(seconds: float) -> str:
-    """A time in the unit in which it is between 1 and 1000, e.g. "2.5 ms"."""
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns"
