@@ -51,6 +51,7 @@ PROVIDERS = {
     "saccade": Provider(SACCADE, SACCADE, "o"),
     "saccade tiled": Provider(SACCADE, SACCADE, "o"),
     "saccade chunks": Provider(SACCADE, SACCADE, "o"),
+    "saccade, causal": Provider(SACCADE, SACCADE, "o"),
     "saccade, any order": Provider("Saccade, any order", SACCADE, ">", False),
     "saccade, dense": Provider("Saccade, without a mask", SACCADE, "s", False),
     "dense": Provider("Saccade, without a mask", SACCADE, "s", False),
