@@ -135,8 +135,9 @@ def ratios(task: Task) -> list[float]:
     """
     ours: list[tuple[tuple[str, ...], Row]] = []
     peers: dict[tuple[str, ...], list[Row]] = {}
-    for row in (row for file in task.files for row in rows(file) if task.chosen(row)):
-        key = row.case, row.kind, row.dtype, row.shape, row.mask
+    for file, row in ((file, row) for file in task.files for row in rows(file) if task.chosen(row)):
+        # a file is one device
+        key = file, row.case, row.kind, row.dtype, row.shape, row.mask
         if not (row.measured or row.rate == row.rate):
             continue
         if row.provider in task.ours:
@@ -152,7 +153,7 @@ def ratios(task: Task) -> list[float]:
 def line(task: Task, group: str) -> Line:
     """The row of a task: the lowest and the highest ratio of its cases, their median, and how many are slower."""
     figures = ratios(task)
-    less = sum(round(x, 2) < 1 for x in figures)
+    less = sum(x < 1 for x in figures)
     label = f"{task.what} ({less} of {len(figures)} slower)" if less else task.what
     span = min(figures), max(figures)
     return Line(label, span_text(figures), {"saccade": statistics.median(figures)}, span=span, group=group)

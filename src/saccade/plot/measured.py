@@ -47,6 +47,7 @@ def ratios(verdicts: Sequence[Verdict], path: str | Path) -> None:
 def _ratios(axis: Any, shown: Sequence[Verdict]) -> None:
     places = range(len(shown))
     axis.barh(places, [v.figure - 1 for v in shown], left=1, color=OURS, height=0.5, label=provider("saccade").name)
+    figures = [1.0, *(v.figure for v in shown), *(v.bar for v in shown if v.bar)]
     for name in dict.fromkeys(name for v in shown for name in v.peers if name != v.against):
         points = [
             (v.peers[v.against].median / v.peers[name].median, place)
@@ -54,6 +55,7 @@ def _ratios(axis: Any, shown: Sequence[Verdict]) -> None:
             if name in v.peers and v.peers[name].measured
         ]
         if points:
+            figures += [figure for figure, _ in points]
             peer = provider(name)
             style = {"color": peer.colours.light, "mec": "white", "ms": 7, "label": peer.name}
             axis.plot(*zip(*points, strict=True), peer.mark, **style)
@@ -68,7 +70,6 @@ def _ratios(axis: Any, shown: Sequence[Verdict]) -> None:
     axis.invert_yaxis()
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter("{x:g}")
-    figures = [1.0, *(v.figure for v in shown), *(v.bar for v in shown if v.bar)]
     axis.set_xlim(0.9 * min(figures), 1.1 * max(figures))
     axis.axvline(1, color=INK, lw=0.8)
     axis.tick_params(axis="y", length=0)
