@@ -26,14 +26,14 @@ class Task(NamedTuple):
     """Cases of files that are one row of the chart.
 
     what: the task, and what it is compared with; files: names in benchmarks/results; chosen: selects rows; ours: the
-    providers that are Saccade's; but: providers that compute something else; ratio: times as fast as a peer.
+    providers that are Saccade's; without: providers that compute something else; ratio: times as fast as a peer.
     """
 
     what: str
     files: Sequence[str]
     chosen: Callable[[Row], bool] = lambda row: True
     ours: Sequence[str] = ("saccade",)
-    but: Sequence[str] = ()
+    without: Sequence[str] = ()
     ratio: Callable[[Row, Row], float] = by_time
 
 
@@ -90,11 +90,11 @@ TASKS = {
     "Two cores, AMD Zen 4, with torch SDPA": (
         Task("forward", ["zen4-headline"], kind("forward")),
         Task("backward", ["zen4-headline"], kind("backward")),
-        Task("decode", ["zen4-decode"], but=("naive",)),
+        Task("decode", ["zen4-decode"], without=("naive",)),
         Task(f"windows, strides, {BOOLEAN}", ["zen4-sparse"]),
         Task("1 to 4096 tokens", ["zen4-sweep"]),
         GENERATION._replace(files=["zen4-generation"]),
-        Task("linear attention, torch", ["zen4-recurrent"], linear, but=("torch sdpa",)),
+        Task("linear attention, torch", ["zen4-recurrent"], linear, without=("torch sdpa",)),
         Task("selective scan, torch, transformers", ["zen4-recurrent-diagonal"]),
     ),
     "Two cores, Intel Xeon, with torch SDPA": (
@@ -118,12 +118,14 @@ TASKS = {
             ["nvidia-h100-recurrent", "nvidia-h200-recurrent"],
             longest,
             ours=("saccade", "saccade, narrow states"),
-            but=("softmax", "torch conv1d"),
+            without=("softmax", "torch conv1d"),
         ),
     ),
     "Four NVIDIA H200s, with torch context_parallel": (
-        Task("ring, zigzag", ["nvidia-h200x4-distributed"], ours=("saccade, zigzag",), but=ONE_GPU),
-        Task("exchange of heads", ["nvidia-h200x4-distributed"], ours=("saccade, heads for positions",), but=ONE_GPU),
+        Task("ring, zigzag", ["nvidia-h200x4-distributed"], ours=("saccade, zigzag",), without=ONE_GPU),
+        Task(
+            "exchange of heads", ["nvidia-h200x4-distributed"], ours=("saccade, heads for positions",), without=ONE_GPU
+        ),
     ),
 }
 
@@ -135,14 +137,14 @@ def ratios(task: Task) -> list[float]:
     """
     ours: list[tuple[tuple[str, ...], Row]] = []
     peers: dict[tuple[str, ...], list[Row]] = {}
-    for file, row in ((file, row) for file in task.files for row in rows(file) if task.chosen(row)):
+    for file, row in ((name, row) for name in task.files for row in rows(name) if task.chosen(row)):
         # a file is one device
         key = file, row.case, row.kind, row.dtype, row.shape, row.mask
         if not (row.measured or row.rate == row.rate):
             continue
         if row.provider in task.ours:
             ours.append((key, row))
-        elif not row.provider.startswith("saccade") and row.provider not in task.but:
+        elif not row.provider.startswith("saccade") and row.provider not in task.without:
             peers.setdefault(key, []).append(row)
     results = [min(task.ratio(row, peer) for peer in peers[key]) for key, row in ours if key in peers]
     if not results:

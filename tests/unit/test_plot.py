@@ -199,10 +199,10 @@ def test_verdicts_compare_with_the_fastest_peer(monkeypatch: pytest.MonkeyPatch,
     alone = Row("", "", "", "another case", "saccade", "forward", median=1.0)
     monkeypatch.setitem(verdicts["ratios"].__globals__, "rows", lambda file: [row, *peers, alone])
     assert verdicts["ratios"](verdicts["Task"]("a task", ["a file"])) == [0.5]
-    assert verdicts["ratios"](verdicts["Task"]("a task", ["a file"], but=("flex",))) == [1.5]
+    assert verdicts["ratios"](verdicts["Task"]("a task", ["a file"], without=("flex",))) == [1.5]
     assert verdicts["line"](verdicts["Task"]("a task", ["a file"]), "").label == "a task (1 of 1 slower)"
     with pytest.raises(ValueError, match="no case of"):
-        verdicts["ratios"](verdicts["Task"]("a task", ["a file"], but=("flex", "sdpa")))
+        verdicts["ratios"](verdicts["Task"]("a task", ["a file"], without=("flex", "sdpa")))
 
 
 def test_rows_have_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
