@@ -122,7 +122,7 @@ PROVIDERS = {
 
 
 def provider(name: str) -> Provider:
-    """How the rows of a provider are shown, whatever its name adds in brackets; raises ValueError for an unknown one."""
+    """How the rows of a provider are shown, whatever its name adds in brackets; raises ValueError if it is unknown."""
     name = name.partition(" (")[0]
     if name not in PROVIDERS:
         raise ValueError(
