@@ -1,7 +1,7 @@
 """Recurrences over matrix states compared with softmax attention and torch's forms, on the CPU.
 
-    python benchmarks/recurrent.py rows.csv                                  # all cases, some minutes
-    python benchmarks/recurrent.py rows.csv --only linear --plot linear.svg  # cases of this name, and their plot
+    python benchmarks/recurrent.py rows.csv                  # all cases, some minutes
+    python benchmarks/recurrent.py rows.csv --only linear    # cases of this name
 
 Causal linear attention over lengths (B = 1, H = 8, K = V = 64, float32) is compared with softmax attention of Saccade
 and of torch, and with the chunked form in torch, plain and compiled. The other rules are compared at T = 4096 with
@@ -12,8 +12,7 @@ to its largest number. Softmax attention computes something else and has no erro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,6 @@ from saccade import mask, recurrent
 from saccade.cli.bench.clocks import in_turn
 from saccade.cli.bench.machine import Environment, environment
 from saccade.cli.bench.rows import NAN, Row, note, write
-from saccade.plot.measured import over_tokens
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 T, H, D, CHUNK = 4096, 8, 64, 64
@@ -169,26 +167,12 @@ def run(case: Case, env: Environment) -> Iterator[Row]:
             yield Row(*env, case.name, name, kind, "float32", error=error, note=ratio, **time._asdict())
 
 
-def plot(rows: Iterable[Row], path: Path) -> None:
-    """Plots seconds over length per provider of linear attention; forward is dashed, with backward solid."""
-    lines: dict[str, dict[str, list[tuple[int, float]]]] = {}
-    for row in rows:
-        if row.case.startswith("linear-"):
-            at = int(row.case.partition("-")[2]), row.median
-            lines.setdefault(row.provider, {}).setdefault(row.kind, []).append(at)
-    over_tokens(lines, path)
-
-
 def main() -> None:
-    """Measure, write the rows, plot them."""
-    words = parser(__doc__)
-    words.add_argument("--plot", type=Path, help="the file for a plot of linear attention over lengths")
-    args = words.parse_args()
+    """Measure and write the rows."""
+    args = parser(__doc__).parse_args()
     env = environment(args.commit)
     picked = chosen((case for case in cases() if args.only in case.name), args.part)
-    rows = write(args.out, (row for case in picked for row in run(case, env)))
-    if args.plot:
-        plot(rows, args.plot)
+    write(args.out, (row for case in picked for row in run(case, env)))
 
 
 if __name__ == "__main__":

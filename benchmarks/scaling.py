@@ -1,7 +1,7 @@
 """Ring attention on more GPUs than there are, from measured speeds of kernels and links:
 
     torchrun --nproc_per_node 4 benchmarks/scaling.py measure speeds.csv
-    python benchmarks/scaling.py simulate speeds.csv scaling.csv scaling.svg [--rings distributed.csv]
+    python benchmarks/scaling.py simulate speeds.csv scaling.csv [--rings distributed.csv]
 
 Measured are causal attention of n tokens on one GPU, forward and backward, and a message that every GPU sends to its
 neighbour at once, by size. The simulation assumes:
@@ -21,7 +21,7 @@ Stragglers, congestion and everything in a model besides attention are left out.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -168,29 +168,6 @@ def simulate(rows: Iterable[Row], between: float, rings: Iterable[Row] | None = 
     return results
 
 
-def draw(rows: Sequence[Row], device: str, path: Path) -> None:
-    """Plots efficiency by GPUs: a line for each number of tokens per GPU, and one for 10 M tokens in all."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    points = [(*sizes_of(row), row.fraction) for row in rows]
-    for label, chosen in (
-        ("8k tokens per GPU", lambda gpus, tokens: tokens == 8192),
-        ("32k tokens per GPU", lambda gpus, tokens: tokens == 32768),
-        ("10 M tokens in all", lambda gpus, tokens: tokens not in (8192, 32768) and gpus >= 8),
-    ):
-        drawn = [(gpus, share) for gpus, tokens, share in points if chosen(gpus, tokens)]
-        axes.plot(*zip(*drawn, strict=True), marker="o", label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(0, 1.05)
-    axes.set_xlabel("GPUs (more than 8: simulated across machines)")
-    axes.set_ylabel("efficiency")
-    axes.set_title(f"zigzag ring, causal, forward and backward, by speeds of {device}")
-    axes.legend()
-    figure.savefig(path, metadata={"Date": None})
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("verb", choices=["measure", "simulate"])
@@ -203,11 +180,11 @@ def main() -> None:
     if args.verb == "measure":
         measure(args.paths[0], args.lengths, args.repeats)
         return
-    source, table, picture = args.paths
+    source, table = args.paths
     speeds = read(source)
     rings = simulate(speeds, args.between, read(args.rings) if args.rings else None)
     env = Environment(speeds[0].commit, speeds[0].device, speeds[0].driver)
-    draw(write(table, (ring.row(env) for ring in rings)), env.device, picture)
+    write(table, (ring.row(env) for ring in rings))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "scripts")]
 
+from charts import variables  # noqa: E402
+
 project = "Saccade"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "site_pages"]
 exclude_patterns = ["logs"]
@@ -33,9 +35,10 @@ html_domain_indices = False
 html_show_sphinx = html_show_copyright = html_copy_source = False
 # what the search would show of each page is read by requests, which a folder does not answer
 html_show_search_summary = False
+BRAND = {"light": "#1f4e79", "dark": "#8fbbe0"}
 html_theme_options = {
-    "light_css_variables": {"color-brand-primary": "#1f4e79", "color-brand-content": "#1f4e79"},
-    "dark_css_variables": {"color-brand-primary": "#8fbbe0", "color-brand-content": "#8fbbe0"},
+    f"{theme}_css_variables": {"color-brand-primary": blue, "color-brand-content": blue, **variables(theme)}
+    for theme, blue in BRAND.items()
 }
 
 site_pages = {

@@ -1,77 +1,24 @@
-"""Draws the charts of the documentation from the rows in benchmarks/results: `python scripts/measured.py FOLDER`."""
+"""The charts of the site, from the rows in benchmarks/results: `python scripts/measured.py PAGE.html` shows all.
+
+While the site is built, scripts/site_pages.py puts a chart of DRAWINGS where a page has a line `<!-- chart: NAME -->`.
+"""
 
 from __future__ import annotations
 
 import argparse
-import math
 import re
-import runpy
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from saccade.cli.bench import report
-from saccade.cli.bench.rows import Row, read
-from saccade.plot import measured, training
+from charts import Chart, html_of, variables
+from row_charts import by_time, rates, ratios, simulated, spread, sweep, train_speeds, trained
+from verdicts import TASKS
+from verdicts import chart as verdicts
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-RESULTS = BENCHMARKS / "results"
+from saccade.cli.bench.rows import Row
 
-
-def rows(name: str) -> list[Row]:
-    return read(RESULTS / f"{name}.csv")
-
-
-def ratios(name: str, path: Path) -> None:
-    """Ratios of `saccade bench`, with the target of each case."""
-    measured.ratios(report.verdicts(rows(name)), path)
-
-
-def by_rate(row: Row) -> float:
-    return row.rate
-
-
-def by_time(row: Row) -> float:
-    """Milliseconds."""
-    return 1e3 * row.median
-
-
-def rates(
-    name: str,
-    path: Path,
-    *,
-    unit: str,
-    figure: Callable[[Row], float] = by_rate,
-    log: bool = False,
-    chosen: Callable[[Row], bool] = lambda row: True,
-    label: Callable[[Row], str] = lambda row: row.case,
-) -> None:
-    """One figure per case and provider. Of a case that was measured again, the first row is drawn."""
-    drawn = [row for row in rows(name) if not math.isnan(figure(row)) and chosen(row)]
-    cases: dict[str, dict[str, float]] = {label(row): {} for row in drawn}
-    # Saccade has the first colour and mark
-    for row in sorted(drawn, key=lambda row: not row.provider.startswith("saccade")):
-        cases[label(row)].setdefault(row.provider, figure(row))
-    title = f"{drawn[0].device}; {drawn[0].driver}".rstrip("; ") if drawn else ""
-    measured.rates(cases, unit, path, title=title, log=log)
-
-
-def spread(
-    name: str,
-    path: Path,
-    *,
-    unit: str,
-    figure: Callable[[Row], float],
-    label: Callable[[Row], str],
-    best: Callable[..., float] = min,
-) -> None:
-    """Every figure of a search, grouped by case."""
-    cases: dict[str, list[float]] = {}
-    for row in rows(name):
-        if not math.isnan(figure(row)):
-            cases.setdefault(label(row), []).append(figure(row))
-    measured.spread(cases, unit, path, best=best)
+STYLE = Path(__file__).resolve().parent.parent / "docs" / "assets" / "site.css"
 
 
 def of(kind: str, codes: bool = False) -> Callable[[Row], bool]:
@@ -102,137 +49,94 @@ def recurrent(row: Row) -> bool:
     return bool(re.search(r"-(linear|scalar-decay|scan)-\d", row.case))
 
 
-def simulated(name: str, path: Path) -> None:
-    """Efficiency over the number of GPUs, drawn by benchmarks/scaling.py from its simulation."""
-    runpy.run_path(str(BENCHMARKS / "scaling.py"))["draw"](rows(name), "two H200s", path)
-
-
-def crossing(name: str, path: Path) -> None:
-    """Linear attention and softmax attention over lengths, drawn by benchmarks/recurrent.py."""
-    # the script imports a module next to it
-    sys.path.append(str(BENCHMARKS))
-    runpy.run_path(str(BENCHMARKS / "recurrent.py"))["plot"](rows(name), path)
-
-
-def trained(name: str, path: Path) -> None:
-    """Losses and speeds of the runs of benchmarks/train_models.py."""
-    table, runs = rows(name), dict[str, list[dict[str, float]]]()
-    for row in table:
-        step = {"step": int(row.case.removeprefix("step-")), "loss": row.rate, "seconds": row.median}
-        runs.setdefault(row.provider, []).append(step)
-    training.comparison(path, runs, int(table[0].notes["tokens"]))
-
-
-def over_ranks(row: Row) -> str:
-    kind = {"both": "forward and backward"}.get(row.kind, row.kind)
-    return f"{int(row.case.rpartition('x')[2]) // 1024}k tokens per GPU, {kind}"
-
-
 def long(row: Row) -> bool:
     """Whether a row of a recurrence has the longest sequence."""
     return "T=8192" in row.shape
 
 
-def short(row: Row) -> str:
-    """A case's name without the parts that its chart states."""
-    return re.sub(r"^\w+-|-bfloat16$|(?<=-T)1x|x\d+(?=-H)", "", row.case).replace("-", "  ")
+def of_4096(row: Row) -> bool:
+    return row.case.endswith("-4096")
 
 
-def pattern(row: Row) -> str:
-    return re.sub(r"^patterns-|fp32-|-B1-.*", "", row.case)
+def linear(row: Row) -> bool:
+    return row.case.startswith("linear-")
 
 
-def typed(row: Row) -> str:
-    return f"{row.case} {row.dtype}"
+def over_ranks(row: Row) -> bool:
+    """Selects rows of several GPUs, without forms that are only measured to explain others."""
+    return "flash" not in row.provider and "overlap" not in row.provider
 
 
-def passed(row: Row) -> str:
-    return f"{row.case} {row.kind}"
-
-
-def tiled(row: Row) -> str:
-    kernel, size, head = row.case.split("-")
-    return f"{kernel}, {size.removesuffix('bytes')} bytes, D = {head[1:]}"
-
-
-SUITES = {
-    "cpu": ("headline", "decode", "sparse", "naive", "sweep"),
-    "zen4": ("headline", "decode", "sparse", "sweep"),
-    "zen4-v3": ("headline", "decode"),
-}
-BENCHED = [f"{machine}-{suite}" for machine, suites in SUITES.items() for suite in suites]
-DRAWINGS: dict[str, partial[None]] = {
-    **{name: partial(ratios, name) for name in BENCHED},
+COMPARED = ("cpu-headline", "cpu-decode", "cpu-sparse", "cpu-naive", "zen4-headline", "zen4-decode", "zen4-sparse")
+COMPARED += ("zen4-v3-headline", "zen4-v3-decode")
+milliseconds = partial(rates, unit="ms", measure=by_time)
+h100 = partial(rates, "nvidia-h100")
+DRAWINGS: dict[str, partial[Chart]] = {
+    "verdicts": partial(verdicts),
+    **{name: partial(ratios, name) for name in COMPARED},
+    **{name: partial(sweep, name) for name in ("cpu-sweep", "zen4-sweep")},
+    "cpu-generation": partial(rates, "cpu-generation", unit="tokens per second"),
+    "cpu-training": partial(rates, "cpu-training", unit="tokens per second"),
+    "cpu-methods": partial(milliseconds, "cpu-methods", log=True),
     "zen4-paged": partial(rates, "zen4-paged", unit="GB/s"),
-    "zen4-patterns": partial(rates, "zen4-patterns", unit="GFLOP/s of the allowed pairs", label=pattern),
-    "zen4-generation": partial(rates, "zen4-generation", unit="tokens per second", label=typed),
-    "zen4-recurrent": partial(
-        rates,
-        "zen4-recurrent",
-        unit="ms",
-        figure=by_time,
-        label=passed,
-        log=True,
-        chosen=lambda row: row.case.endswith("-4096"),
-    ),
-    "zen4-recurrent-crossing": partial(crossing, "zen4-recurrent"),
+    "zen4-patterns": partial(rates, "zen4-patterns", unit="GFLOP/s of the allowed pairs"),
+    "zen4-generation": partial(rates, "zen4-generation", unit="tokens per second"),
+    "zen4-recurrent": partial(milliseconds, "zen4-recurrent", log=True, chosen=of_4096),
+    "zen4-recurrent-crossing": partial(milliseconds, "zen4-recurrent", log=True, chosen=linear),
+    "zen4-recurrent-diagonal": partial(milliseconds, "zen4-recurrent-diagonal", log=True),
     "zen4-train-models": partial(trained, "zen4-train-models"),
-    "zen4-recurrent-diagonal": partial(
-        rates, "zen4-recurrent-diagonal", unit="ms", figure=by_time, label=passed, log=True
-    ),
-    "nvidia-h100-forward": partial(rates, "nvidia-h100", unit="TFLOP/s", chosen=of("forward"), label=short),
-    "nvidia-h100-backward": partial(rates, "nvidia-h100", unit="TFLOP/s", chosen=of("backward"), label=short),
-    "nvidia-h100-decode": partial(rates, "nvidia-h100", unit="GB/s", chosen=decoded, label=short),
-    "nvidia-h100-codes": partial(rates, "nvidia-h100", unit="GB/s", chosen=of("decode", codes=True), label=short),
-    "nvidia-h100-patterns": partial(
-        rates,
-        "nvidia-h100",
-        unit="ms",
-        figure=by_time,
-        chosen=patterned,
-        label=lambda row: f"{row.mask}, {row.kind}",
-        log=True,
-    ),
-    "nvidia-h200-tiles": partial(
-        spread, "nvidia-h200-tiles", unit="µs", figure=lambda row: 1e6 * row.median, label=tiled
-    ),
-    "nvidia-h200-recurrent": partial(
-        rates, "nvidia-h200-recurrent", unit="ms", figure=by_time, label=passed, chosen=long
-    ),
+    "zen4-train-speeds": partial(train_speeds, "zen4-train-models"),
+    "nvidia-h100-forward": partial(h100, unit="TFLOP/s", chosen=of("forward")),
+    "nvidia-h100-backward": partial(h100, unit="TFLOP/s", chosen=of("backward")),
+    "nvidia-h100-decode": partial(h100, unit="GB/s", chosen=decoded),
+    "nvidia-h100-codes": partial(h100, unit="GB/s", chosen=of("decode", codes=True)),
+    "nvidia-h100-patterns": partial(h100, unit="ms", measure=by_time, chosen=patterned, log=True),
+    "nvidia-h200-tiles": partial(spread, "nvidia-h200-tiles", unit="µs", measure=lambda row: 1e6 * row.median),
+    "nvidia-h200-recurrent": partial(milliseconds, "nvidia-h200-recurrent", log=True, chosen=long),
     **{
-        f"nvidia-h200x{n}-distributed": partial(
-            rates,
-            f"nvidia-h200x{n}-distributed",
-            unit="TFLOP/s per GPU",
-            label=over_ranks,
-            chosen=lambda row: "flash" not in row.provider and "overlap" not in row.provider,
-        )
-        for n in (4, 2)
+        name: partial(rates, name, unit="TFLOP/s per GPU", chosen=over_ranks)
+        for name in ("nvidia-h200x4-distributed", "nvidia-h200x2-distributed")
     },
     "nvidia-h200x2-scaling": partial(simulated, "nvidia-h200x2-scaling"),
-    "webgpu-h200-recurrent": partial(rates, "webgpu-h200", unit="ms", figure=by_time, chosen=recurrent, log=True),
     "webgpu-h200": partial(rates, "webgpu-h200", unit="TFLOP/s", chosen=unit_is("TFLOP/s")),
-    "webgpu-h200-decode": partial(rates, "webgpu-h200", unit="GB/s", chosen=unit_is("GB/s"), label=typed),
-    "webgpu-h200-splits": partial(
-        spread,
-        "webgpu-h200-splits",
-        unit="GB/s",
-        figure=by_rate,
-        label=lambda row: f"{row.dtype}, {row.case.removeprefix('decode-')} keys",
-        best=max,
-    ),
+    "webgpu-h200-decode": partial(rates, "webgpu-h200", unit="GB/s", chosen=unit_is("GB/s")),
+    "webgpu-h200-recurrent": partial(milliseconds, "webgpu-h200", log=True, chosen=recurrent),
+    "webgpu-h200-splits": partial(spread, "webgpu-h200-splits", unit="GB/s", measure=lambda row: row.rate, best=max),
 }
 # names of the files whose rows are drawn
-FILES = {draw.args[0] for draw in DRAWINGS.values()}
+FILES = {draw.args[0] for draw in DRAWINGS.values() if draw.args}
+FILES |= {file for tasks in TASKS.values() for task in tasks for file in task.files}
+
+
+def drawn(name: str) -> str:
+    """The HTML of a chart; raises ValueError for a name that is not in DRAWINGS."""
+    if name not in DRAWINGS:
+        raise ValueError(f"there is no chart {name!r}; expected one of {', '.join(DRAWINGS)} (scripts/measured.py)")
+    return html_of(DRAWINGS[name](), name)
+
+
+def page() -> str:
+    """All charts on one page, in the theme that the reader prefers."""
+    plain = {"color-foreground-primary": ("#1b2430", "#d0d4da"), "color-foreground-secondary": ("#55606d", "#9aa4b0")}
+    plain |= {"color-background-primary": ("#ffffff", "#131416"), "color-background-border": ("#dedad2", "#303335")}
+    themes: list[str] = []
+    for n, theme in enumerate(("light", "dark")):
+        values = variables(theme) | {name: pair[n] for name, pair in plain.items()}
+        themes.append(":root{" + "".join(f"--{name}:{value};" for name, value in values.items()) + "}")
+    body = "\n".join(f"<h2>{name}</h2>\n{drawn(name)}" for name in DRAWINGS)
+    return (
+        '<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>Charts</title><style>{themes[0]}@media (prefers-color-scheme: dark){{{themes[1]}}}"
+        "body{font:16px system-ui;max-width:46em;margin:1rem auto;padding:0 1rem;color:var(--color-foreground-primary);"
+        f"background:var(--color-background-primary)}}\n{STYLE.read_text(encoding='utf-8')}</style>\n{body}\n"
+    )
 
 
 def main() -> None:
-    """Draw all charts into a folder."""
+    """Write a page with all charts."""
     words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("folder", type=Path)
-    folder = words.parse_args().folder
-    for name, draw in DRAWINGS.items():
-        draw(folder / f"{name}.svg")
+    words.add_argument("page", type=Path)
+    words.parse_args().page.write_text(page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

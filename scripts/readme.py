@@ -12,8 +12,9 @@ from typing import Any
 from saccade import mask
 from saccade.cli.bench.rows import read
 from saccade.mask.drawing import cell_states
-from saccade.plot.canvas import LIGHT, OTHER, OURS, drawing
+from saccade.plot.canvas import OURS, drawing
 from saccade.plot.cells import svg
+from saccade.plot.providers import provider
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -79,7 +80,7 @@ def measured(name: str) -> dict[tuple[str, str], Any]:
     return rows
 
 
-# names, cases of the file, and who is compared; FlexAttention is torch's own way to a pattern
+# names and cases of the file
 ON_H100 = {
     "forward, causal": "forward-B1-T16384x16384-H16-D128-causal()-bfloat16",
     "forward, window 1024": "forward-B1-T16384x16384-H16-D128-causal() & window(1023, 0)-bfloat16",
@@ -87,7 +88,8 @@ ON_H100 = {
     "backward, causal": "backward-B1-T16384x16384-H16-D128-causal()-bfloat16",
     "backward, window 1024": "backward-B1-T16384x16384-H16-D128-causal() & window(1023, 0)-bfloat16",
 }
-PEERS = {"saccade": "Saccade", "torch cuDNN": "torch: cuDNN, FlexAttention", "FlashAttention-4": "FlashAttention-4"}
+# cuDNN has no patterns, for which torch has FlexAttention
+SHOWN = ("saccade", "torch cuDNN", "FlexAttention", "FlashAttention-4")
 ON_CPU = {
     "forward, float32": ("cpu-headline", "forward-fp32-causal-B1-T4096-H8-D128"),
     "backward, float32": ("cpu-headline", "backward-fp32-causal-B1-T4096-H8-D128"),
@@ -108,22 +110,22 @@ def rate(row: Any) -> float:
 def speed(path: Path) -> None:
     """The chart of speed: one H100 on the left, two CPU cores on the right."""
     gpu = measured("nvidia-h100")
-    with drawing(path, 9.0, [2.9], across=2) as (left, right):
-        for n, ((provider, label), colour) in enumerate(zip(PEERS.items(), (OURS, LIGHT, OTHER), strict=True)):
-            for place, case in enumerate(ON_H100.values()):
-                row = gpu.get((case, provider)) or (n == 1 and gpu.get((case, "FlexAttention")))
-                if row:
-                    at = place + 0.27 * (n - 1)
-                    left.barh(at, rate(row), 0.25, color=colour, label=None if place else label)
-                    left.annotate(f" {rate(row):.0f}", (rate(row), at), va="center", fontsize=7)
+    with drawing(path, 9.0, [4.2], across=2) as (left, right):
+        for place, case in enumerate(ON_H100.values()):
+            measured_here = [name for name in SHOWN if (case, name) in gpu]
+            for n, name in enumerate(measured_here):
+                at, tflops = place + 0.21 * (n - (len(measured_here) - 1) / 2), rate(gpu[case, name])
+                left.barh(at, tflops, 0.19, color=provider(name).colours.light, label=None if place else name)
+                left.annotate(f" {tflops:.0f}", (tflops, at), va="center", fontsize=9)
         left.set_yticks(range(len(ON_H100)), list(ON_H100))
         left.set(xlabel="TFLOP/s: bfloat16, 16k tokens, 16 heads of 128", title="One NVIDIA H100")
-        left.figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=3)
+        bars, names = left.get_legend_handles_labels()
+        left.figure.legend(bars, [provider(name).name for name in names], loc="outside lower left", ncols=4)
         for place, (name, case) in enumerate(ON_CPU.values()):
             rows = measured(name)
             times = rows[case, "sdpa"].median / rows[case, "saccade"].median
             right.barh(place, times, 0.6, color=OURS)
-            right.annotate(f" {times:.1f} ×", (times, place), va="center", fontsize=8)
+            right.annotate(f" {times:.1f} ×", (times, place), va="center", fontsize=9)
         right.set_yticks(range(len(ON_CPU)), list(ON_CPU))
         right.set_xscale("log", base=2)
         right.set_xlim(1, 45)

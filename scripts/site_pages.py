@@ -1,22 +1,24 @@
 """The part of Sphinx that knows Saccade's pages: masks, charts of measured rows, formulas and entries of the API.
 
 Pages are Markdown that also reads well elsewhere. While the site is built, a block ```masks with one expression of
-`saccade.mask` per line becomes pictures for 64 queries and keys, or for the number in its first line.
-`measured/NAME.svg` are the charts of scripts/measured.py, and `notebooks/NAME.md` the notebooks. Links to a notebook
-lead to its page. Formulas become MathML, which browsers draw themselves. A line `::: NAME` becomes the documentation of
-an object. The list of pages in docs/conf.py is added to the first page. `static-lab/` is the lab without its server.
+`saccade.mask` per line becomes pictures for 64 queries and keys, or for the number in its first line. A comment
+`<!-- chart: NAME -->` becomes a chart of scripts/measured.py. `notebooks/NAME.md` are the notebooks, and links to a
+notebook lead to its page. Formulas become MathML, which browsers draw themselves. A line `::: NAME` becomes the
+documentation of an object. The list of pages in docs/conf.py is added to the first page. `static-lab/` is the lab
+without its server.
 """
 
 from __future__ import annotations
 
 import html
 import re
-import runpy
 from pathlib import Path
 from typing import Any
 
 from docutils import nodes
 from latex2mathml.converter import convert
+from measured import drawn
+from notebooks import markdown
 
 from saccade import mask
 from saccade.lab.export import CARDS, export, grids
@@ -24,8 +26,6 @@ from saccade.mask.drawing import cell_states
 from saccade.plot import cells
 
 ROOT = Path(__file__).resolve().parent.parent
-MEASURED = runpy.run_path(str(ROOT / "scripts" / "measured.py"))
-NOTEBOOKS = runpy.run_path(str(ROOT / "scripts" / "notebooks.py"))
 # the page of a notebook has its outputs if the notebook needs only NumPy
 WITH_OUTPUTS = {"masks_and_plans": True, "train_and_inspect": False}
 NOTEBOOK = re.compile(r"\]\((?:\.\./)+notebooks/(\w+)\.ipynb\)")
@@ -40,6 +40,7 @@ TITLES = {
     "jax": "with JAX",
     "onnxruntime": "with ONNX Runtime",
 }
+CHART = re.compile(r"^<!-- chart: ([\w-]+) -->$", re.MULTILINE)
 ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 CELLS = 64
 
@@ -47,7 +48,6 @@ CELLS = 64
 def setup(app: Any) -> dict[str, Any]:
     app.add_config_value("site_pages", {}, "env")
     app.add_html_math_renderer("mathml", inline_renderers=(_inline, None), block_renderers=(_block, None))
-    app.connect("builder-inited", draw_charts)
     app.connect("builder-inited", write_notebooks)
     app.connect("source-read", extend)
     app.connect("autodoc-skip-member", skips)
@@ -55,18 +55,11 @@ def setup(app: Any) -> dict[str, Any]:
     return {"parallel_read_safe": True}
 
 
-def draw_charts(app: Any) -> None:
-    folder = Path(app.srcdir) / "measured"
-    folder.mkdir(exist_ok=True)
-    for name, draw in MEASURED["DRAWINGS"].items():
-        draw(folder / f"{name}.svg")
-
-
 def write_notebooks(app: Any) -> None:
     folder = Path(app.srcdir) / "notebooks"
     folder.mkdir(exist_ok=True)
     for name, outputs in WITH_OUTPUTS.items():
-        text = NOTEBOOKS["markdown"](ROOT / "notebooks" / f"{name}.ipynb", outputs)
+        text = markdown(ROOT / "notebooks" / f"{name}.ipynb", outputs)
         (folder / f"{name}.md").write_text(text.replace("](../docs/", "](/"), encoding="utf-8")
 
 
@@ -82,6 +75,7 @@ def extend(app: Any, page: str, source: list[str]) -> None:
     text = NEEDS.sub(lambda match: f"```{{code-block}} python\n:caption: {TITLES[match[1]]}\n", source[0])
     text = MASKS.sub(lambda match: _masks(match[2].splitlines(), int(match[1] or CELLS)), text)
     text = NOTEBOOK.sub(r"](/notebooks/\1.md)", text)
+    text = CHART.sub(lambda match: drawn(match[1]), text)
     text = ENTRY.sub(lambda match: _entry(match[1]), text)
     if page == app.config.root_doc:
         text += "".join(_toctree(title, pages) for title, pages in app.config.site_pages.items())

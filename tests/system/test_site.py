@@ -78,8 +78,11 @@ def whole(site: Path, pages: set[str]) -> None:
     assert (site / "notebooks" / "masks_and_plans.html").read_text().count('<div class="output">') == 5
     assert "$" not in re.sub(r"(?s)<script.*?</script>|<pre.*?</pre>|<code.*?</code>", "", derivation)
     assert "saccade.api.attention" in (site / "api" / "attention.html").read_text()
-    drawn = set(re.findall(r'src="_images/([\w.-]+)"', (site / "performance.html").read_text()))
-    assert drawn == {path.name for path in (ROOT / "docs" / "measured").iterdir()}
+    drawn = [name for page in pages for name in re.findall(r'id="chart-([\w-]+)"', (site / page).read_text())]
+    assert sorted(drawn) == sorted(re.findall(r"<!-- chart: ([\w-]+) -->", "".join(
+        path.read_text() for path in (ROOT / "docs").rglob("*.md")
+    )))  # fmt: skip
+    assert len(drawn) > 30
 
 
 def nothing_from_elsewhere(site: Path, pages: dict[str, Page]) -> None:
@@ -132,10 +135,47 @@ def complaints(site: Path, pages: list[str], browser: Any, theme: str, width: in
             ".map(m => m.textContent)"
         )
         wrong += [f"{name}, {theme}: the top or foot of {text} is cut off" for text in cut]
+    wrong += wrong_in_charts(page, site, theme, width)
     page.goto(f"{(site / 'search.html').as_uri()}?q=padding")
     page.wait_for_selector("#search-results li a")
     assert "Cookbook" in page.inner_text("#search-results")
     context.close()
+    return wrong
+
+
+# the sizes of all texts of all charts in pixels, with their details open
+SIZES = """() => {
+  document.querySelectorAll("details").forEach((box) => (box.open = true));
+  const sizes = [...document.querySelectorAll(".chart *")]
+    .filter((e) => [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim()) && !e.closest("path"))
+    .map((e) => parseFloat(getComputedStyle(e).fontSize));
+  return [sizes.length, Math.min(...sizes)];
+}"""
+# the colours of Saccade's mark and of the text, in a theme that the reader chose
+COLOURS = """(theme) => {
+  document.body.dataset.theme = theme;
+  const style = (selector) => getComputedStyle(document.querySelector(selector));
+  return [style(".chart .mark").fill, style(".chart").color];
+}"""
+
+
+def wrong_in_charts(page: Any, site: Path, theme: str, width: int) -> list[str]:
+    """A page of figures that is too tall, texts that are too small, marks that do not follow the chosen theme."""
+    wrong: list[str] = []
+    page.goto((site / "performance.html").as_uri())
+    tall = page.evaluate("document.documentElement.scrollHeight")
+    if width == 1280 and tall > 6000:
+        wrong.append(f"performance.html is {tall} px tall; expected at most 6000 with its details closed")
+    light, dark = (page.evaluate(COLOURS, chosen) for chosen in ("light", "dark"))
+    if light[0] == dark[0] or light[1] == dark[1]:
+        wrong.append(
+            f"performance.html, {theme}: marks and text are {light} in the light theme, {dark} in the dark one"
+        )
+    texts, smallest = page.evaluate(SIZES)
+    if texts < 500 or smallest < 11:
+        wrong.append(f"performance.html, {width} px: the smallest of {texts} texts in charts has {smallest} px, not 11")
+    if (needed := page.evaluate("document.documentElement.scrollWidth")) > width:
+        wrong.append(f"performance.html with open details is {needed} px wide where {width} are shown")
     return wrong
 
 

@@ -15,7 +15,6 @@ PAGE, INK, SOFT, LINE = "#faf8f4", "#1b2430", "#55606d", "#dedad2"
 # Saccade first; readers who cannot tell red from green can tell these colours apart
 OURS, OTHER, BAR, LIGHT = ALL, "#d98e04", "#b4462c", SOME
 SERIES = (OURS, OTHER, "#0f9d78", "#8a5fa8", BAR, LIGHT, "#5b6770", "#c77cae")
-MARKERS = "osD^vPX*"
 # the size of every title, in points
 TITLE = 10
 STYLE: dict[Any, Any] = {
@@ -34,7 +33,7 @@ STYLE: dict[Any, Any] = {
     "axes.titlelocation": "left",
     "figure.titlesize": TITLE,
     "grid.color": LINE,
-    "legend.fontsize": 8,
+    "legend.fontsize": 9,
     "legend.frameon": False,
     "xtick.color": SOFT,
     "ytick.color": SOFT,

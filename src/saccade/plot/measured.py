@@ -1,19 +1,21 @@
-"""Pictures of measured rows: ratios with their bars, rates of several providers, seconds over lengths."""
+"""Pictures of measured rows: ratios with their targets, and ratios over lengths."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .canvas import BAR, LIGHT, MARKERS, OTHER, OURS, SERIES, drawing
+from .canvas import BAR, INK, OURS, SERIES, drawing
+from .labels import shared, words
+from .providers import provider
 
 if TYPE_CHECKING:
     from ..cli.bench.report import Verdict
 
-NAMES = {"naive": "naive", "flex": "FlexAttention", "onnxruntime": "ONNX Runtime"}
+# the smallest text, in points: 12 pixels
+TEXT = 9
 OVER_LENGTH = {
     "naive": "tiled compared with naive",
     "sweep": "compared with torch SDPA, small shapes",
@@ -22,7 +24,7 @@ OVER_LENGTH = {
 
 
 def ratios(verdicts: Sequence[Verdict], path: str | Path) -> None:
-    """Draw verdicts of `saccade bench`: ratios with their bars, tiled over naive for each T, the sweep of small shapes.
+    """Draw verdicts of `saccade bench`: ratios with their targets, tiled over naive for each T, the sweep of shapes.
 
     Raises ValueError if none has a figure to draw, or for a suffix other than .svg and .png.
     """
@@ -44,29 +46,38 @@ def ratios(verdicts: Sequence[Verdict], path: str | Path) -> None:
 
 def _ratios(axis: Any, shown: Sequence[Verdict]) -> None:
     places = range(len(shown))
-    axis.barh(places, [v.figure for v in shown], color=OURS, height=0.6, label="saccade")
-    for peer, marker in (("naive", "o"), ("flex", "D"), ("onnxruntime", "s")):
+    axis.barh(places, [v.figure - 1 for v in shown], left=1, color=OURS, height=0.5, label=provider("saccade").name)
+    figures = [1.0, *(v.figure for v in shown), *(v.bar for v in shown if v.bar)]
+    for name in dict.fromkeys(name for v in shown for name in v.peers if name != v.against):
         points = [
-            (v.peers[v.against].median / v.peers[peer].median, place)
+            (v.peers[v.against].median / v.peers[name].median, place)
             for place, v in enumerate(shown)
-            if peer in v.peers and v.peers[peer].measured
+            if name in v.peers and v.peers[name].measured
         ]
         if points:
-            axis.plot(*zip(*points, strict=True), marker, color=OTHER, mec="white", ms=6, label=NAMES[peer])
+            figures += [figure for figure, _ in points]
+            peer = provider(name)
+            style = {"color": peer.colours.light, "mec": "white", "ms": 7, "label": peer.name}
+            axis.plot(*zip(*points, strict=True), peer.mark, **style)
+    same, labels = shared([words(v.ours) for v in shown])
     for place, v in enumerate(shown):
-        axis.plot([v.bar, v.bar], [place - 0.42, place + 0.42], color=BAR, lw=2, label=None if place else "the bar")
+        axis.plot([v.bar, v.bar], [place - 0.4, place + 0.4], color=BAR, lw=1.5, label=None if place else "the target")
         share = "" if math.isnan(v.ours.fraction) else f", {v.ours.fraction:.0%} of ceiling"
-        axis.annotate(f" {v.figure:.1f} ×{share}", (max(v.figure, v.bar), place), va="center", fontsize=8)
-    axis.set_yticks(places, [v.case for v in shown], fontsize=8)
+        # figures are a column of their own, which no bar reaches
+        at = axis.get_yaxis_transform()
+        axis.text(1.02, place, f"{v.figure:.1f} ×{share}", transform=at, va="center", fontsize=TEXT)
+    axis.set_yticks(places, [", ".join(label) for label in labels], fontsize=TEXT)
     axis.invert_yaxis()
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter("{x:g}")
-    axis.set_xlim(min(0.5, *(0.8 * v.figure for v in shown)), 3 * max(max(v.figure, v.bar) for v in shown))
-    axis.axvline(1, color="black", lw=0.8)
+    axis.set_xlim(0.9 * min(figures), 1.1 * max(figures))
+    axis.axvline(1, color=INK, lw=0.8)
+    axis.tick_params(axis="y", length=0)
     axis.figure.legend(*axis.get_legend_handles_labels(), loc="outside lower left", ncols=4)
-    ours, peer = shown[0].ours, shown[0].against
-    axis.set_xlabel(f"times as fast as {'torch SDPA' if peer == 'sdpa' else peer} in the same run")
-    axis.set_title(f"{ours.device}\n{ours.driver}; commit {ours.commit}", fontsize=8, loc="right")
+    ours, peer = shown[0].ours, provider(shown[0].against).name
+    common = f"; {', '.join(same)}" if same else ""
+    axis.set_xlabel(f"times as fast as {peer} in the same run{common}")
+    axis.set_title(f"{ours.device}\n{ours.driver}; commit {ours.commit}", fontsize=TEXT)
 
 
 def _over_length(axis: Any, shown: Sequence[Verdict], title: str) -> None:
@@ -85,61 +96,4 @@ def _over_length(axis: Any, shown: Sequence[Verdict], title: str) -> None:
     axis.yaxis.set_major_formatter("{x:g}")
     axis.set(xlabel="T", ylabel="times as fast")
     axis.set_title(title)
-    axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
-
-
-def rates(
-    cases: Mapping[str, Mapping[str, float]], unit: str, path: str | Path, *, title: str = "", log: bool = False
-) -> None:
-    """Draw one line per case with a mark for each provider's figure; the first provider is Saccade.
-
-    cases: for the name of each case, figures in `unit` by provider; log: use a logarithmic axis. Raises ValueError
-    without cases, or for more providers than there are colours.
-    """
-    providers = list(dict.fromkeys(name for figures in cases.values() for name in figures))
-    if not cases or len(providers) > len(SERIES):
-        raise ValueError(f"{len(cases)} cases of {len(providers)} providers: nothing to draw; at most {len(SERIES)}")
-    with _cases(cases, unit, path, title, log) as axis:
-        for name, colour, marker in zip(providers, SERIES, MARKERS, strict=False):
-            points = [(figures[name], place) for place, figures in enumerate(cases.values()) if name in figures]
-            axis.plot(*zip(*points, strict=True), marker, color=colour, mec="white", ms=7, label=name)
-        axis.figure.legend(loc="outside lower left", ncols=4)
-
-
-def spread(
-    cases: Mapping[str, Sequence[float]], unit: str, path: str | Path, *, best: Callable[[Sequence[float]], float] = min
-) -> None:
-    """Draw the figures of a search: a mark for every figure of a case, in `unit`, and the best in Saccade's colour."""
-    with _cases(cases, unit, path, "", True) as axis:
-        for place, figures in enumerate(cases.values()):
-            axis.plot(figures, [place] * len(figures), "|", color=LIGHT, ms=8)
-            axis.plot([best(figures)], [place], "o", color=OURS, mec="white", ms=7)
-
-
-@contextmanager
-def _cases(cases: Iterable[str], unit: str, path: str | Path, title: str, log: bool) -> Generator[Any]:
-    names = list(cases)
-    with drawing(path, 9.0, [1.3 + 0.24 * len(names)]) as (axis,):
-        yield axis
-        axis.set_yticks(range(len(names)), names, fontsize=8)
-        axis.set_ylim(len(names) - 0.5, -0.5)
-        axis.grid(axis="y", color="#d8d8d4", lw=0.8)
-        axis.set_axisbelow(True)
-        if log:
-            axis.set_xscale("log")
-        else:
-            axis.set_xlim(left=0)
-        axis.set_xlabel(unit)
-        axis.set_title(title)
-
-
-def over_tokens(lines: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]], path: str | Path) -> None:
-    """Draw seconds over tokens: for each provider and pass ("forward" dashed, "both" solid), (tokens, seconds)."""
-    with drawing(path, 7.0, [4.0]) as (axis,):
-        for (name, passes), colour in zip(lines.items(), SERIES, strict=False):
-            for kind, points in passes.items():
-                style, label = ("-", name) if kind == "both" else ("--", None)
-                axis.loglog(*zip(*points, strict=True), style, marker="o", ms=3, color=colour, label=label)
-        axis.set(xlabel="tokens", ylabel="seconds")
-        axis.set_title("forward dashed, with backward solid")
-        axis.legend()
+    axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
