@@ -1,4 +1,7 @@
-"""The documentation site: `make docs` builds it with Sphinx in build/site. scripts/site_pages.py is its extension."""
+"""The settings of the site, which `make docs` builds with Sphinx in build/site.
+
+scripts/site_pages.py is its extension.
+"""
 
 import sys
 from pathlib import Path
@@ -9,7 +12,13 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "scripts")]
 from charts import variables  # noqa: E402
 
 project = "Saccade"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "site_pages"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "site_pages",
+]
 exclude_patterns = ["logs"]
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4
@@ -33,11 +42,15 @@ html_css_files = ["site.css"]
 html_math_renderer = "mathml"
 html_domain_indices = False
 html_show_sphinx = html_show_copyright = html_copy_source = False
-# what the search would show of each page is read by requests, which a folder does not answer
+# the search would read each page by requests, which a folder does not answer
 html_show_search_summary = False
 BRAND = {"light": "#1f4e79", "dark": "#8fbbe0"}
 html_theme_options = {
-    f"{theme}_css_variables": {"color-brand-primary": blue, "color-brand-content": blue, **variables(theme)}
+    f"{theme}_css_variables": {
+        "color-brand-primary": blue,
+        "color-brand-content": blue,
+        **variables(theme),
+    }
     for theme, blue in BRAND.items()
 }
 

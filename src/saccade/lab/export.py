@@ -77,22 +77,25 @@ def grids(
     machines = tuple(cost.DEVICES)
     kernel = {"set": SETS, "t": ("128",), "heads": ("2",), "kv": ("1",), "d": ("64",), "seed": ("0",)}
     kernel |= {"software": ("0", "1")}
+    amounts = {"tokens": ("4096", "32768", "131072"), "batch": ("1", "16", "64")}
+    products = {
+        "dtype": ("bfloat16", "float32"),
+        "batch": ("1", "32"),
+        "t": ("1024", "4096", "16384"),
+        "heads": ("32",),
+        "kv": ("8", "32"),
+        "d": ("128",),
+        "mask": ("full()", "causal()", "causal() & window(1023, 0)"),
+    }
     return [
         Grid("mask", sizes),
         Grid("visits", {**sizes, **shapes, "device": devices}),
         Grid("softmax", {"example": ("grid", "weights"), "bq": tiles, "bk": tiles}),
-        Grid("caches", {
-            "model": tuple(cost.MODELS), "device": machines,
-            "tokens": ("4096", "32768", "131072"), "batch": ("1", "16", "64"),
-        }),
-        Grid("roofline", {
-            "device": machines, "dtype": ("bfloat16", "float32"), "batch": ("1", "32"), "t": ("1024", "4096", "16384"),
-            "heads": ("32",), "kv": ("8", "32"), "d": ("128",),
-            "mask": ("full()", "causal()", "causal() & window(1023, 0)"),
-        }),
+        Grid("caches", {"model": tuple(cost.MODELS), "device": machines, **amounts}),
+        Grid("roofline", {"device": machines, **products}),
         Grid("kernel", {**kernel, "direction": DIRECTIONS[:2], "mask": ("causal()",)}, NEEDED),
         Grid("kernel", {**kernel, "direction": DIRECTIONS[2:]}, NEEDED),
-    ]  # fmt: skip
+    ]
 
 
 def export(directory: Path, docs: str = "", states: Iterable[Grid] | None = None) -> dict[str, int]:
