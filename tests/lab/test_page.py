@@ -59,6 +59,8 @@ def test_every_control_changes_the_page_and_its_address(watched: Watch, view: st
         controls = page.locator("form [name]:visible")
         names = [controls.nth(n).get_attribute("name") for n in range(controls.count())]
         assert set(VALUES[view]) <= set(names)
+        # another example hides fields
+        names.sort(key=lambda name: name == "example")
         for name in names:
             control = page.locator(f"form [name={name}]")
             if not control.is_visible():
