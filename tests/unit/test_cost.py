@@ -164,7 +164,7 @@ def test_the_longest_sequences_fit_and_longer_ones_do_not(name: str, memory: flo
 
 def test_devices_name_their_sources() -> None:
     assert all(d.source and d.memory and d.bandwidth for d in cost.DEVICES.values())
-    assert cost.device("b200").ridge() == pytest.approx(281.25)
+    assert cost.device("b200").ridge() == pytest.approx(2250 / 7.7)
     assert cost.device("rtx-4090").peak("bfloat16") == 2 * cost.device("rtx-4090").peak("float32")
 
 

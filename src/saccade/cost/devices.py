@@ -36,13 +36,13 @@ class Device:
 _KNOWN = (
     ("h100", (67, 1000, 67), 3.35, 80, 227, 50, 20, "SXM5, dense, rounded"),
     ("h200", (67, 1000, 67), 4.8, 141, 227, 50, 20, "as h100, with HBM3e"),
-    ("b200", (80, 2250, 40), 8.0, 180, 227, 0, 0, "HGX B200 data sheet: 1000 W, dense"),
+    ("b200", (75, 2250, 37), 7.7, 180, 227, 126, 0, "Blackwell brief 2.1: HGX, dense; L2 and GB: tuning guide"),
     ("a100", (19.5, 312, 19.5), 2.039, 80, 163, 40, 0, "SXM4 80 GB, dense"),
     ("rtx-5090", (104.8, 209.5, 1.64), 1.792, 32, 99, 96, 0, "RTX Blackwell whitepaper: dense, sums in fp32"),
-    ("rtx-4090", (82.6, 165.2, 1.29), 1.008, 24, 99, 72, 0, "Ada whitepaper: dense, sums in fp32"),
+    ("rtx-4090", (82.6, 165.2, 1.29), 1.008, 24, 99, 72, 0, "Ada whitepaper, appendix A: dense, sums in fp32"),
     ("m3", (3.5, 3.5, 3.5), 0.1, 24, 32, 0, 0, "10-core GPU, unified memory"),
     ("m3-max", (14.1, 14.1, 14.1), 0.4, 128, 32, 0, 0, "40-core GPU, unified memory"),
-    ("m4", (2.9, 2.9, 2.9), 0.12, 32, 32, 0, 0, "10-core GPU; flops measured, arXiv:2502.05317; Apple gives no peak"),
+    ("m4", (4.26, 4.26, 4.26), 0.12, 32, 32, 0, 0, "10-core GPU; peak as in arXiv:2502.05317, not from Apple"),
     ("webgpu", (67, 67, 67), 4.3, 141, 16, 0, 0, "h200 without matrix units, default workgroup memory"),
     ("zen5", (0.529, 1.068, 0.264), 0.048, 24, 1024, 32, 0, "2 cores, AVX-512-bf16, measured"),
 )
