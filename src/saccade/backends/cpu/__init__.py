@@ -78,7 +78,7 @@ _parts: weakref.WeakKeyDictionary[Plan, list[Any]] = weakref.WeakKeyDictionary()
 
 
 def isa() -> str:
-    """The instruction set in use: "avx512bf16", "avx512", "v3", "base", "neonbf16" or "neon"."""
+    """The instruction set in use: "amx", "avx512bf16", "avx512", "v3", "base", "neonbf16" or "neon"."""
     return _core.isa()
 
 

@@ -32,8 +32,8 @@ struct Backward : RowSums<typename K::sum> {
 
   const Call& c;
   int64_t ld, ldv;
-  T mul;                     // log2 scores = mul * products, when plain
-  Num *kt, *vt, *kt_across;  // of one key tile
+  T mul;                                // log2 scores = mul * products, when plain
+  Num *kt, *vt, *kt_across, *k_turned;  // of one key tile; the last is for matrix registers
   T *s, *dp, *cap, *p, *logs, *rows, *transposed;
   Num *p_lanes, *s_lanes, *s_across;
   State* items;
@@ -49,6 +49,7 @@ struct Backward : RowSums<typename K::sum> {
     kt = bump.take<Num>(TILE_K * S::depth(c.D));
     vt = bump.take<Num>(TILE_K * S::depth(c.Dv));
     kt_across = S::per == 1 ? kt : bump.take<Num>(TILE_K / S::per * c.D);
+    k_turned = c.matrix && c.D % N == 0 ? bump.take<Num>(TILE_K / S::per * c.D) : nullptr;
     s = bump.take<T>(tile), dp = bump.take<T>(tile), cap = bump.take<T>(tile), p = bump.take<T>(tile);
     logs = bump.take<T>(c.dentropy ? tile : 0);
     p_lanes = S::per == 1 ? reinterpret_cast<Num*>(p) : bump.take<Num>(tile);
@@ -89,7 +90,7 @@ struct Backward : RowSums<typename K::sum> {
     const Scorer<T>& x = it.s;
     it.g = g, it.one_piece = false, it.slope = 0;
     const double pre = c.scale * (x.plain() ? LOG2E<double> : 1);
-    mul = S::per == 1 ? T(1) : static_cast<T>(pre);
+    mul = it.s.scale_by(pre, S::per == 1);
     it.finite = load_side(c.q, x, c.D, ld, pre, it.qt, it.q);
     it.finite &= load_side(c.do_, x, c.Dv, ldv, 1, it.dot, it.dout);
     for (int64_t d = 0; d < ld; ++d)
@@ -115,9 +116,10 @@ struct Backward : RowSums<typename K::sum> {
 
   // P in `s`, P after dropout in `p`, and dP
   void weights(State& it, int64_t first, int64_t n, bool partial, int64_t at) {
-    const int64_t deep = S::depth(c.D), deep_v = S::depth(c.Dv);
-    mm<K>(n, it.s.width, deep, it.qt, it.s.width, kt + at * deep, deep, 1, s, it.s.width, false, c.chain());
-    mm<K>(n, it.s.width, deep_v, it.dot, it.s.width, vt + at * deep_v, deep_v, 1, dp, it.s.width, false, c.chain());
+    const int64_t deep = S::depth(c.D), deep_v = S::depth(c.Dv), width = it.s.width;
+    product<K>(n, width, deep, it.qt, width, deep_rows(kt + at * deep, deep, c.matrix), s, width, false, c.chain());
+    product<K>(n, width, deep_v, it.dot, width, deep_rows(vt + at * deep_v, deep_v, c.matrix), dp, width, false,
+               c.chain());
     it.s.scores(s, first, n, partial, c.softcap != 0 ? cap : nullptr);
     const bool careful = partial || it.s.masked_by_bias();
     if (c.dentropy) keep_logs(it, n);
@@ -259,15 +261,16 @@ struct Backward : RowSums<typename K::sum> {
     if (dgates) gate_sums(it, first, n);
     if (c.softcap != 0 || c.dslopes) dscores(it, first, n);
     const bool careful = partial || it.s.masked_by_bias();
-    const int64_t pairs = (it.s.rows + S::per - 1) / S::per;
+    const int64_t pairs = (it.s.rows + S::per - 1) / S::per, row = it.s.width / S::per;
     if (it.finite || !careful) {
       if constexpr (S::per == 2) S::pair_lanes(p, n * it.s.width, p_lanes), S::pair_lanes(s, n * it.s.width, s_lanes);
-      const int64_t row = it.s.width / S::per;
       for (int64_t r = 0, run; r < n; r += run) {
         run = keys.run(first + r, n - r);
         const int64_t j = keys.at(first + r) - c.stage.key, step = keys.step;
-        mm<K>(run, ldv, pairs, it.dout, ldv, p_lanes + r * row, row, 1, dv + j * ldv, step * ldv, true, CHAIN / 2);
-        mm<K>(run, ld, pairs, it.q, ld, s_lanes + r * row, row, 1, dk + j * ld, step * ld, true, CHAIN / 2);
+        product<K>(run, ldv, pairs, it.dout, ldv, deep_rows(p_lanes + r * row, row, c.matrix), dv + j * ldv, step * ldv,
+                   true, CHAIN / 2);
+        product<K>(run, ld, pairs, it.q, ld, deep_rows(s_lanes + r * row, row, c.matrix), dk + j * ld, step * ld, true,
+                   CHAIN / 2);
       }
     } else {
       keys_one_by_one(it, first, n, partial);
@@ -291,8 +294,8 @@ struct Backward : RowSums<typename K::sum> {
       } else {
         S::pair_rows(s, it.s.width, n, it.s.width, s_across);
       }
-      mm<K>(c.D, it.s.width, (n + odd + 1) / 2, s_across, it.s.width, kt_across + at / 2 * c.D, 1, c.D, it.dqt,
-            it.s.width, true);
+      const LeftRows<Num> k_tile{kt_across + at / 2 * c.D, 1, c.D, k_turned ? k_turned + at / 2 : nullptr, TILE_K / 2};
+      product<K>(c.D, it.s.width, (n + odd + 1) / 2, s_across, it.s.width, k_tile, it.dqt, it.s.width, true);
     }
   }
 
@@ -323,11 +326,10 @@ struct Backward : RowSums<typename K::sum> {
 
   void finish(State& it, double* slopes) {
     const Scorer<T>& x = it.s;
-    const T scale = static_cast<T>(c.scale);
     for (int64_t d = 0; d < ld; ++d)
       for (int64_t w = 0; w < x.width; w += N) {
         T* at = it.dqt + d * it.s.width + w;
-        store(at, load(at) * scale);
+        store(at, load(at) * static_cast<T>(c.scale));
       }
     transpose(ld, x.width, it.dqt, x.width, rows, ld);
     for (int64_t r = 0; r < x.rows; ++r) {
@@ -344,6 +346,7 @@ struct Backward : RowSums<typename K::sum> {
     const Span k{c, c.k, x.b, x.hk, keys, first, count, c.D}, v{c, c.v, x.b, x.hk, keys, first, count, c.Dv};
     keys_finite = S::load_deep(k, kt, true);
     if constexpr (S::per == 2) keys_finite = S::load_across(k, kt_across, c.D);
+    if (k_turned) S::turn_tile(kt_across, c.D, count, k_turned, TILE_K / S::per);
     S::load_deep(v, vt, false);
   }
 

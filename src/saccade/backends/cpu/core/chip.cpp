@@ -2,6 +2,10 @@
 
 #if defined(_WIN32) && defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__linux__) && defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #elif defined(__APPLE__)
 #include <sys/sysctl.h>
 #elif defined(__aarch64__) && defined(__linux__)
@@ -32,6 +36,21 @@ Instructions instructions() {
   return {v3, v4, v4 && (a & bit_AVX512BF16), intel};
 }
 #else
+#if defined(__x86_64__)
+// Linux gives the registers of AMX to processes that ask for them.
+static bool matrix_registers() {
+#if defined(__linux__)
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  constexpr unsigned AMX_BF16 = 1u << 22, AMX_TILE = 1u << 24;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || ~d & (AMX_BF16 | AMX_TILE)) return false;
+  constexpr long REQUEST = 0x1023, TILE_DATA = 18;
+  return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+#else
+  return false;
+#endif
+}
+#endif
+
 Instructions instructions() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -44,7 +63,8 @@ Instructions instructions() {
 #else
   const bool v3 = __builtin_cpu_supports("x86-64-v3"), v4 = __builtin_cpu_supports("x86-64-v4");
 #endif
-  return {v3, v4, v4 && __builtin_cpu_supports("avx512bf16"), __builtin_cpu_is("intel") != 0};
+  const bool pairs = v4 && __builtin_cpu_supports("avx512bf16");
+  return {v3, v4, pairs, __builtin_cpu_is("intel") != 0, pairs && matrix_registers()};
 #elif defined(__APPLE__)
   int pairs = 0;
   size_t size = sizeof pairs;

@@ -12,6 +12,8 @@ struct Instructions {
   bool v3, v4, pairs;
   // whether pairs of bfloat16 are multiplied no faster than numbers of float32
   bool slow_pairs;
+  // matrix registers for pairs, which this process may use
+  bool matrix = false;
 };
 Instructions instructions();
 

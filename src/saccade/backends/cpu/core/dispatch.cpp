@@ -35,7 +35,7 @@ std::optional<Workspace> lse_nobody_wants(Call& c) {
 }  // namespace
 
 void run_forward(Call& c, const std::vector<const Part*>& parts, int threads) {
-  const Kernels& k = kernels_of(c);
+  const Kernels& k = matrix_kernels_of(c);
   const std::optional<Workspace> own_lse = lse_nobody_wants(c);
   c.threads = threads = worth(c, threads, FORWARD_HEAD);
   for (size_t n = 0; n < parts.size(); ++n) {
@@ -88,7 +88,7 @@ static std::vector<Stage> stages_of(const Call& c, const std::vector<const Part*
 }
 
 void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
-  const Kernels& k = kernels_of(c);
+  const Kernels& k = matrix_kernels_of(c);
   c.threads = threads = worth(c, threads, BACKWARD_HEAD);
   const std::vector<Stage> stages = stages_of(c, parts);
   c.sum_keys = 0;
@@ -189,12 +189,13 @@ double now() { return std::chrono::duration<double>(std::chrono::steady_clock::n
 
 double probe_flops(int dtype, int threads) {
   const Set& set = current_set();
-  const Kernels& k = set.pairs && dtype == static_cast<int>(DType::bf16) ? *set.pairs : *set.kernels;
+  const bool pairs = set.pairs && dtype == static_cast<int>(DType::bf16), matrix = pairs && set.matrix;
+  const Kernels& k = pairs ? *set.pairs : *set.kernels;
   constexpr int64_t rounds = 2000;
   double best = 0;
   for (int n = 0; n < 5; ++n) {
     const double begin = now();
-    parallel(threads, threads, [&](int64_t) { k.probe(dtype, rounds, scratch(1 << 18)); });
+    parallel(threads, threads, [&](int64_t) { k.probe(dtype, matrix, rounds, scratch(1 << 18)); });
     best = std::max(best, static_cast<double>(threads * rounds * k.probe_flops()) / (now() - begin));
   }
   return best;

@@ -1,7 +1,7 @@
 // Forward: online softmax over key tiles (Milakov and Gimelshein, 2018), vectors along queries.
 //   S = K Q^T   m' = max(m, S)   P = 2^(S - m')   l = l 2^(m - m') + sum P   O^T = O^T 2^(m - m') + V^T P   o = O / l
 #pragma once
-#include "items.hpp"
+#include "late.hpp"
 
 namespace saccade::SACCADE_ISA {
 
@@ -35,6 +35,7 @@ struct Forward {
     T* whole;  // like ot
     T whole_m[TILE_Q], whole_l[TILE_Q];
     int64_t range;
+    LateWeights<Num> late;
   };
 
   const Call& c;
@@ -42,19 +43,23 @@ struct Forward {
   T mul;            // scores = mul * products; in log2 units when plain
   Num *kt, *vt, *p;
   Num* v_loaded;  // the value tile before its numbers that are not finite were replaced by 0
+  Late<K> late;
   T *s, *rows, *transposed;
   State* items;
   TileMask<T>* masks;
+  const T slack;  // how far scores may exceed the maximum that their sums assume, in log2 units
   bool values_finite = true;
   const Num* k_rows = nullptr;  // of the key tile, k_step apart
   int64_t k_step = 0;
   Keys keys{0, 1, 0};
 
-  Forward(const Call& call, Bump& bump, int64_t n_items) : c(call), ld(round_up(call.D, N)), ldv(round_up(call.Dv, N)) {
+  Forward(const Call& call, Bump& bump, int64_t n_items)
+      : c(call), ld(round_up(call.D, N)), ldv(round_up(call.Dv, N)), slack(call.matrix && !call.max ? T(8) : T(0)) {
     using S = Store<K>;
     kt = bump.take<Num>(TILE_K * S::depth(c.D));
     vt = bump.take<Num>((TILE_K / S::per + 1) * ldv);
     v_loaded = bump.take<Num>((TILE_K / S::per + 1) * ldv);
+    late.values = bump.take<Num>(c.matrix ? Late<K>::ALL * ldv : 0), late.ldv = ldv;
     s = bump.take<T>((TILE_K + 2) * TILE_Q);
     p = S::per == 1 ? reinterpret_cast<Num*>(s) : bump.take<Num>((TILE_K / S::per + 1) * TILE_Q);
     rows = bump.take<T>(TILE_Q * max64(ld, ldv));
@@ -65,9 +70,11 @@ struct Forward {
     Num* qt = bump.take<Num>(n_items * S::depth(ld) * widest);
     T* ot = bump.take<T>(n_items * ldv * widest);
     T* whole = bump.take<T>(c.range ? n_items * ldv * widest : 0);
+    Num* weights = bump.take<Num>(c.matrix ? n_items * Late<K>::ALL * widest : 0);
     if (!bump.base) return;
     for (int64_t i = 0; i < n_items; ++i) {
       items[i].whole = whole + i * ldv * widest;
+      items[i].late = {weights + i * Late<K>::ALL * widest, 0, 0};
       items[i].qt = qt + i * S::depth(ld) * widest;
       items[i].ot = ot + i * ldv * widest;
     }
@@ -75,9 +82,8 @@ struct Forward {
 
   void start(State& it) {
     const Scorer<T>& x = it.s;
-    const bool in_products = Store<K>::per == 1;
     const double pre = c.scale * (x.plain() ? LOG2E<double> : 1);
-    mul = in_products ? T(1) : static_cast<T>(pre);
+    mul = it.s.scale_by(pre, Store<K>::per == 1);
     load_queries(c.q, x, x.width, c.D, rows, ld);
     Store<K>::turn(rows, ld, x.width, c.D, pre, transposed, it.qt);
     for (int w = 0; w < TILE_Q; ++w) it.least[w] = Low<T>::start;
@@ -115,20 +121,23 @@ struct Forward {
     // pairs of bf16 must start at an even key: an odd start includes the key before it, with weight zero
     const int64_t odd = Store<K>::per == 2 ? at & 1 : 0, width = it.s.width;
     if (c.range && first / c.range != it.range) fold(it), it.range = first / c.range;
-    mm<K>(n, width, Store<K>::depth(c.D), it.qt, width, k_rows + at * k_step, k_step, 1, s + odd * width, width, false,
-          c.chain());
+    const LeftRows<Num> k_tile = deep_rows(k_rows + at * k_step, k_step, c.matrix);
+    product<K>(n, width, Store<K>::depth(c.D), it.qt, width, k_tile, s + odd * width, width, false, c.chain());
     T* scores = s + odd * width;
     it.s.scores(scores, first, n, partial, nullptr);
     c.entropy ? softmax<true>(it, scores, n) : softmax<false>(it, scores, n);
     it.s.dropout(scores, nullptr, first, n);
     if (!values_finite) add_infinite_values(it, scores, first, n, partial, at);
+    const int64_t steps = Store<K>::depth(n + odd), from = (at - odd) / Store<K>::per;
     if constexpr (Store<K>::per == 2) {
       if (odd)
         for (int w = 0; w < width; w += N) store(s + w, vec<T>{});
-      Store<K>::pair_rows(s, width, n + odd, width, p);
+      const bool whole = c.matrix && n == TILE_K;
+      Store<K>::pair_rows(s, width, n + odd, width, whole ? late.weights(it.late, width, true) : p);
+      if (c.matrix && !whole) late.add(it.late, width, p, steps, from);
+      if (c.matrix) return;
     }
-    mm<K>(c.Dv, width, (n + odd + Store<K>::per - 1) / Store<K>::per, p, width, vt + (at - odd) / Store<K>::per * ldv,
-          1, ldv, it.ot, width, true);
+    mm<K>(c.Dv, width, steps, p, width, vt + from * ldv, 1, ldv, it.ot, width, true);
   }
 
   template <int NV, bool ENTROPY>
@@ -143,6 +152,8 @@ struct Forward {
     for (int v = 0; v < NV; ++v) {
       const vec<T> old = load(it.m + w + v * N);
       mx[v] = vmax<T>(mx[v] * mul, old);
+      // sums whose maximum rises by little stay as they are: weights are at most 2^8, and few steps rescale the sums
+      if constexpr (Store<K>::per == 2 && !ENTROPY) mx[v] = mx[v] > old + slack ? mx[v] : old;
       fix[v] = exp2v(old - mx[v]);
       if constexpr (ENTROPY) rise[v] = finite_log<T>(old - mx[v]);
       store(it.m + w + v * N, mx[v]);
@@ -175,6 +186,7 @@ struct Forward {
     for (; w + 2 * N <= it.s.width; w += 2 * N) softmax_columns<2, ENTROPY>(it, scores, n, w, moved);
     for (; w < it.s.width; w += N) softmax_columns<1, ENTROPY>(it, scores, n, w, moved);
     if (!any(moved)) return;
+    if constexpr (Store<K>::per == 2) late.multiply(it.late, it.s.width, it.ot);
     for (int64_t d = 0; d < c.Dv; ++d)
       for (w = 0; w < it.s.width; w += N) {
         T* o = it.ot + d * it.s.width + w;
@@ -199,11 +211,15 @@ struct Forward {
   }
 
   bool load_values(const Span& span) {
-    if (Store<K>::load_across(span, vt, ldv)) return true;
-    const int64_t numbers = (span.n + Store<K>::per - 1) / Store<K>::per * ldv;
-    __builtin_memcpy(v_loaded, vt, static_cast<size_t>(numbers) * sizeof(Num));
-    Store<K>::drop_infinite(vt, numbers);
-    return false;
+    const bool finite = Store<K>::load_across(span, vt, ldv);
+    if (!finite) {
+      const int64_t numbers = (span.n + Store<K>::per - 1) / Store<K>::per * ldv;
+      __builtin_memcpy(v_loaded, vt, static_cast<size_t>(numbers) * sizeof(Num));
+      Store<K>::drop_infinite(vt, numbers);
+    }
+    if constexpr (Store<K>::per == 2)
+      if (c.matrix) late.load(vt, span.n);
+    return finite;
   }
 
   // keys of a list that only one tile of queries reads stay where they are
@@ -218,13 +234,20 @@ struct Forward {
     walk(
         keys.total, c.range > 0, some, n,
         [&](int64_t first, int64_t count) {
+          if (c.matrix && !late.next()) multiply_late(some, n);
           load_keys({c, c.k, x.b, x.hk, keys, first, count, c.D}, n == 1);
           values_finite = load_values({c, c.v, x.b, x.hk, keys, first, count, c.Dv});
         },
         [&](State& it, int64_t first, int64_t count, int kind, int64_t at) {
           step(it, first, count, kind == PARTIAL, at);
         });
+    if (c.matrix) multiply_late(some, n);
     for (int64_t i = 0; c.range && i < n; ++i) take_whole(some[i]);
+  }
+
+  void multiply_late(State* some, int64_t n) {
+    if constexpr (Store<K>::per == 2)
+      for (int64_t i = 0; i < n; ++i) late.multiply(some[i].late, some[i].s.width, some[i].ot);
   }
 
   // all ranges become the sums of the tile

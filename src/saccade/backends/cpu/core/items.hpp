@@ -1,5 +1,6 @@
 // The walk of one task over query tiles (heads of one group, or neighbouring tiles) that share every loaded key tile.
 #pragma once
+#include "matrix.hpp"
 #include "scores.hpp"
 #include "selected.hpp"
 
@@ -91,6 +92,7 @@ struct Item {
     s.keys = keys;
     s.lanes_mask = lanes_mask;
     s.prepared = false;
+    s.factor = T(1);
   }
 };
 

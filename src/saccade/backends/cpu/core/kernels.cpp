@@ -30,6 +30,7 @@ int64_t forward_scratch(const Call& c) {
   return by_kind(c, [&](auto* k) { return Forward<std::remove_pointer_t<decltype(k)>>::scratch_bytes(c); });
 }
 void forward(const Call& c, int64_t task, char* scratch) {
+  const MatrixRegisters registers(c.matrix);
   by_kind(c, [&](auto* k) { Forward<std::remove_pointer_t<decltype(k)>>::task(c, task, scratch); });
 }
 // calls f with a pointer to the type of the kernel
@@ -61,15 +62,18 @@ int64_t backward_sums(const Call& c) {
   return by_kind(c, [&](auto* k) { return Backward<std::remove_pointer_t<decltype(k)>>::sums(c); });
 }
 void backward(const Call& c, int64_t task, char* scratch) {
+  const MatrixRegisters registers(c.matrix);
   by_kind(c, [&](auto* k) { Backward<std::remove_pointer_t<decltype(k)>>::task(c, task, scratch); });
 }
 void backward_finish(const Call& c, int64_t task, int64_t begin, int64_t end) {
   by_kind(c, [&](auto* k) { Backward<std::remove_pointer_t<decltype(k)>>::finish_keys(c, task, begin, end); });
 }
 void backward_distances(const Call& c, int64_t task, char* scratch) {
+  const MatrixRegisters registers(c.matrix);
   by_kind(c, [&](auto* k) { BiasGradient<std::remove_pointer_t<decltype(k)>>::distances(c, task, scratch); });
 }
 void backward_bias(const Call& c, int64_t task, char* scratch) {
+  const MatrixRegisters registers(c.matrix);
   by_kind(c, [&](auto* k) { BiasGradient<std::remove_pointer_t<decltype(k)>>::task(c, task, scratch); });
 }
 int64_t tangent_tasks(const Call& c) {
@@ -102,24 +106,26 @@ void refine(const Call& c, int64_t at) {
 // the peak of the machine: the same product on tiles that stay in the L1 cache
 constexpr int64_t PROBE = 64;
 template <class K>
-void probe_product(int64_t rounds, char* scratch) {
+void probe_product(bool matrix, int64_t rounds, char* scratch) {
   using Num = typename K::num;
   using T = typename K::sum;
   Num* a = reinterpret_cast<Num*>(scratch);
   Num* b = a + PROBE * TILE_Q;
   T* out = reinterpret_cast<T*>(b + PROBE * TILE_Q);
   for (int64_t i = 0; i < PROBE * TILE_Q; ++i) a[i] = Num(0), b[i] = Num(0), out[i] = T(0);
+  const MatrixRegisters registers(matrix);
+  const LeftRows<Num> rows{b, PROBE, 1, matrix ? b : nullptr, PROBE};
   for (int64_t n = 0; n < rounds; ++n) {
-    mm<K>(PROBE, TILE_Q, PROBE, a, TILE_Q, b, PROBE, 1, out, TILE_Q, true);
+    product<K>(PROBE, TILE_Q, PROBE, a, TILE_Q, rows, out, TILE_Q, true);
     asm volatile("" ::: "memory");
   }
 }
-void probe([[maybe_unused]] int dtype, int64_t rounds, char* scratch) {
+void probe([[maybe_unused]] int dtype, bool matrix, int64_t rounds, char* scratch) {
 #if defined(SACCADE_PAIRS)
-  probe_product<Pairs>(rounds, scratch);
+  probe_product<Pairs>(matrix, rounds, scratch);
 #else
-  if (dtype == static_cast<int>(DType::f64)) return probe_product<Plain<double>>(rounds, scratch);
-  probe_product<Plain<float>>(rounds, scratch);
+  if (dtype == static_cast<int>(DType::f64)) return probe_product<Plain<double>>(matrix, rounds, scratch);
+  probe_product<Plain<float>>(matrix, rounds, scratch);
 #endif
 }
 int64_t probe_flops() {

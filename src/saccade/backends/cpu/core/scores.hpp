@@ -81,9 +81,15 @@ struct Scorer : QueryRows {
   const Mask* mask;
   TileMask<T>* lanes_mask;
   bool prepared;
+  T factor;  // of the products, for scores that are not plain
   uint32_t drop_t[TILE_Q];
 
   bool plain() const { return c->plain(); }
+  // what makes scores of products: a factor for the softmax, if scores are plain, otherwise `factor`; 1 if q contains it
+  T scale_by(double scale, bool in_q) {
+    factor = in_q || plain() ? T(1) : static_cast<T>(scale);
+    return in_q || !plain() ? T(1) : static_cast<T>(scale);
+  }
   bool masked_by_bias() const { return c->bias.data || c->distances.data; }
 
   void prepare() {
@@ -152,6 +158,7 @@ struct Scorer : QueryRows {
   }
 
   vec<T> general(vec<T> s, int64_t r, int64_t w, int64_t j, T* cap_slope) {
+    s = s * factor;
     if (c->softcap != 0) {
       const vec<T> x = s / static_cast<T>(c->softcap);
       s = tanhv<T>(x) * static_cast<T>(c->softcap);

@@ -31,6 +31,10 @@ std::vector<Set> runnable() {
   std::vector<Set> all;
   const Instructions chip = instructions();
 #if defined(__x86_64__)
+  if (chip.matrix) {
+    all.push_back(SACCADE_SET("amx", avx512, kernels_avx512bf16()));
+    all.back().matrix = true;
+  }
   if (chip.pairs) all.push_back(SACCADE_SET("avx512bf16", avx512, kernels_avx512bf16()));
   if (chip.v4) all.push_back(SACCADE_SET("avx512", avx512, nullptr));
   if (chip.v3) all.push_back(SACCADE_SET("v3", v3, nullptr));
@@ -53,25 +57,31 @@ Set pick(const std::string& name) {
   throw std::invalid_argument("instruction set '" + name + "' cannot run here; this machine has: " + have);
 }
 
-// rare_pairs: whether pairs only serve decode of few rows, on chips where they are no faster otherwise; false if a set
-// was asked for by name
+// rare_pairs: whether pairs only serve matrix registers and decode of few rows, on chips where they are no faster
+// otherwise; false if the set "avx512bf16" was asked for by name
 struct Choice {
   Set set;
   bool rare_pairs;
 };
 
+Choice by_name(const std::string& name) {
+  const Set set = pick(name);
+  return {set, set.matrix};
+}
+
 Choice& current() {
   static Choice choice = [] {
     const char* forced = std::getenv("SACCADE_ISA");
-    return forced && *forced ? Choice{pick(forced), false} : Choice{runnable().front(), instructions().slow_pairs};
+    return forced && *forced ? by_name(forced) : Choice{runnable().front(), instructions().slow_pairs};
   }();
   return choice;
 }
 
-// The softmax of plain scores has only one multiplication left, which products of pairs need.
-bool suit_pairs(const Call& c) {
-  return c.q.dtype == DType::bf16 && c.k.dtype == DType::bf16 && c.v.dtype == DType::bf16 && c.plain() && c.scale > 0;
+bool all_bf16(const Call& c) {
+  return c.q.dtype == DType::bf16 && c.k.dtype == DType::bf16 && c.v.dtype == DType::bf16;
 }
+// The softmax of plain scores has only one multiplication left, which products of pairs need.
+bool suit_pairs(const Call& c) { return all_bf16(c) && c.plain() && c.scale > 0; }
 
 }  // namespace
 
@@ -80,12 +90,19 @@ std::vector<std::string> available_isas() {
   for (const Set& set : runnable()) names.push_back(set.name);
   return names;
 }
-void set_isa(const std::string& name) { current() = {pick(name), false}; }
+void set_isa(const std::string& name) { current() = by_name(name); }
 const Set& current_set() { return current().set; }
 
 const Kernels& kernels_of(const Call& c) {
   const Choice& choice = current();
   return choice.set.pairs && !choice.rare_pairs && suit_pairs(c) ? *choice.set.pairs : *choice.set.kernels;
+}
+
+const Kernels& matrix_kernels_of(Call& c) {
+  const Set& set = current().set;
+  // results that ignore the batch have one way
+  c.matrix = set.matrix && !c.range && all_bf16(c) && (c.scale > 0 || !c.plain());
+  return c.matrix ? *set.pairs : kernels_of(c);
 }
 
 const Kernels& decode_kernels_of(const Call& c) {

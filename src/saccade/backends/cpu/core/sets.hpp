@@ -15,12 +15,15 @@ struct Set {
   const Kernels* pairs;  // those that multiply pairs of bfloat16, for calls that they suit; or null
   const RecurrentKernels* recurrent;
   const DiagonalKernels* diagonal;
+  bool matrix = false;  // whether these pairs have matrix registers
 };
 
 std::vector<std::string> available_isas();  // best first
 void set_isa(const std::string& name);      // throws std::invalid_argument with the available names
 const Set& current_set();
 const Kernels& kernels_of(const Call& c);
+const Kernels& matrix_kernels_of(
+    Call& c);  // of forward and backward; states in the call whether they use the registers
 const Kernels& decode_kernels_of(const Call& c);
 
 }  // namespace saccade

@@ -169,6 +169,7 @@ struct Store {
         store(out + d * padded + w, x * high + x * low);
       }
   }
+  static void turn_tile(const T*, int64_t, int64_t, T*, int64_t) {}
   static T across(const T* tile, int64_t ld, int64_t r, int64_t d) { return tile[r * ld + d]; }
   // replaces numbers that are not finite by 0
   static void drop_infinite(T* tile, int64_t n) {
@@ -225,6 +226,11 @@ struct Store<Pairs> {
         const vec<float> high = r + 1 < n ? load(rows + (r + 1) * ld + w) : vec<float>{};
         store(reinterpret_cast<float*>(out + r / 2 * ld + w), pack_pairs(load(rows + r * ld + w), high));
       }
+  }
+  // an "across" tile of n positions to "deep" rows, ld_out apart
+  static void turn_tile(const uint32_t* tile, int64_t ld, int64_t n, uint32_t* out, int64_t ld_out) {
+    transpose(round_up(depth(n), lanes<float>), ld, reinterpret_cast<const float*>(tile), ld,
+              reinterpret_cast<float*>(out), ld_out);
   }
   // pairs of neighbours among n numbers, in steps of two vectors; out may be the same memory
   static void pair_lanes(const float* rows, int64_t n, uint32_t* out) {

@@ -132,6 +132,8 @@ struct Call {
   // the tangents of q, k, v, the terms of scores and the sinks, null where zero; its o and lse get the results
   const Call* tangent = nullptr;
 
+  bool matrix = false;  // products use matrix registers
+
   // scores are only products
   bool plain() const { return softcap == 0 && !bias.data && !distances.data && !slopes && !gates.data; }
   // whether the pairs are few enough to spend more time on each
@@ -177,7 +179,7 @@ struct Kernels {
   void (*append)(const Append&, int64_t token, char* scratch);
   void (*row)(const Call&, int64_t at);  // at: index in [B, Tq, Hq]
   void (*refine)(const Call&, int64_t at);
-  void (*probe)(int dtype, int64_t rounds, char* scratch);
+  void (*probe)(int dtype, bool matrix, int64_t rounds, char* scratch);
   int64_t (*probe_flops)();  // flops of one round
 };
 
