@@ -67,8 +67,18 @@ def over_ranks(row: Row) -> bool:
     return "flash" not in row.provider and "overlap" not in row.provider
 
 
-COMPARED = ("cpu-headline", "cpu-decode", "cpu-sparse", "cpu-naive", "zen4-headline", "zen4-decode", "zen4-sparse")
-COMPARED += ("zen4-v3-headline", "zen4-v3-decode")
+COMPARED = (
+    "cpu-headline",
+    "cpu-decode",
+    "cpu-sparse",
+    "cpu-naive",
+    "zen4-headline",
+    "zen4-decode",
+    "zen4-sparse",
+    "xeon-headline",
+    "zen4-v3-headline",
+    "zen4-v3-decode",
+)
 milliseconds = partial(rates, unit="ms", measure=by_time)
 h100 = partial(rates, "nvidia-h100")
 DRAWINGS: dict[str, partial[Chart]] = {

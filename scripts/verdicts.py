@@ -98,6 +98,8 @@ TASKS = {
         Task("selective scan, torch, transformers", ["zen4-recurrent-diagonal"]),
     ),
     "Two cores, Intel Xeon, with torch SDPA": (
+        Task("forward", ["xeon-headline"], kind("forward")),
+        Task("backward", ["xeon-headline"], kind("backward")),
         Task("training on documents", ["cpu-training"], ratio=by_note("ratio")),
         Task("training, causal", ["cpu-training"], ours=("saccade, causal",), ratio=by_note("ratio")),
         GENERATION,
