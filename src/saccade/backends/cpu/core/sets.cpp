@@ -100,8 +100,10 @@ const Kernels& kernels_of(const Call& c) {
 
 const Kernels& matrix_kernels_of(Call& c) {
   const Set& set = current().set;
-  // results that ignore the batch have one way
-  c.matrix = set.matrix && !c.range && all_bf16(c) && (c.scale > 0 || !c.plain());
+  // fewer pairs cost less than filling the registers; results that ignore the batch have one way
+  constexpr int64_t FEW_PAIRS = 512;
+  const bool suits = c.Tq * c.Tk > FEW_PAIRS && !c.range && all_bf16(c);
+  c.matrix = set.matrix && suits && (c.scale > 0 || !c.plain());
   return c.matrix ? *set.pairs : kernels_of(c);
 }
 
