@@ -88,7 +88,11 @@ def test_wrong_arguments(make, error) -> None:
 
 
 REFUSED = [
-    (lambda: sm.padding([1.0, 0.0]), TypeError, r"has dtype float64, expected a boolean array; .* mask\.padding\(~key_padding_mask\)"),
+    (
+        lambda: sm.padding([1.0, 0.0]),
+        TypeError,
+        r"has dtype float64, expected a boolean array; .* mask\.padding\(~key_padding_mask\)",
+    ),
     (lambda: sm.padding([[1, 2]]), ValueError, "tokens runs from 1 to 2, expected booleans, or integers 0 and 1"),
     (
         lambda: sm.padding([[1, 0], [0, 0]]),
