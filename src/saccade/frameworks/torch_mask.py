@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from ..mask import Mask
+from ..mask import Mask, structures
 from ..mask.algebra import _rebuild  # pyright: ignore[reportPrivateUsage]
-from ..mask.bits import Bits
 from ..mask.contents import to_tensor
 from .call import memo_of
 
@@ -29,9 +28,10 @@ def split(mask: Mask | None) -> tuple[str, list[Any], list[Any]]:
     if mask is None:
         return "", [], []
     if torch.compiler.is_compiling():
+        # not `flatten`, which stores its result with the mask; integers may be symbolic
         ints: list[Any] = []
         data: list[Any] = []
-        structure = _walk(mask, ints, data)
+        structure = structures.text(mask, ints, data)
         return structure, ints, [torch.as_tensor(x) for x in data]
     structure, ints, data = mask.flatten()
     if not data:
@@ -49,7 +49,7 @@ def _exported(mask: Mask | None) -> tuple[str, list[Any], list[Any]]:
     # AOTInductor passes None for an empty list (torch 2.13), so lists have at least one entry, which `used` removes
     ints: list[Any] = []
     data: list[Any] = []
-    structure = "" if mask is None else _walk(mask, ints, data)
+    structure = "" if mask is None else structures.text(mask, ints, data)
     if torch.compiler.is_dynamo_compiling() and any(isinstance(x, np.ndarray) for x in data):
         reason = "torch.export(strict=True) stores no NumPy arrays: make the mask of tensors, or leave strict out"
         raise ValueError(reason)
@@ -62,25 +62,6 @@ def used(structure: str, ints: list[Any], data: list[Any]) -> tuple[list[Any], l
     """The integers and arrays that belong to the mask of this structure."""
     bits = structure.count("%")
     return list(ints[: structure.count("#") + bits]), list(data[: structure.count("@") + bits])
-
-
-def _walk(mask: Mask, ints: list[Any], data: list[Any]) -> str:
-    # `Mask.flatten` for tracing: it stores nothing with the mask, and integers may be symbolic
-    parts: list[str] = []
-    for leaf in mask.args:
-        if leaf is None:
-            parts.append("_")
-        elif isinstance(leaf, Bits):
-            parts.append("%")
-            ints.append(leaf.n)
-            data.append(leaf.packed)
-        else:
-            array = isinstance(leaf, (Tensor, np.ndarray))
-            parts.append("@" if array else "#")
-            (data if array else ints).append(leaf)
-    for child in mask.children:
-        parts.append(_walk(child, ints, data))
-    return mask.kind + "(" + ",".join(parts) + ")"
 
 
 def join(structure: str, ints: list[int], data: list[Tensor]) -> Mask | None:

@@ -31,12 +31,13 @@ def text(mask: Any, ints: list[Any], data: list[Any]) -> str:
             parts.append("%")
             ints.append(leaf.n)
             data.append(leaf.packed)
-        elif hasattr(leaf, "shape"):
-            parts.append("@")
-            data.append(leaf)
-        else:
+        # in this order, because torch.compile does not trace hasattr of a symbolic integer
+        elif isinstance(leaf, int) or not hasattr(leaf, "shape"):
             parts.append("#")
             ints.append(leaf)
+        else:
+            parts.append("@")
+            data.append(leaf)
     for child in mask.children:
         parts.append(text(child, ints, data))
     return mask.kind + "(" + ",".join(parts) + ")"

@@ -66,7 +66,7 @@ class Draws:
     """
 
     def __init__(self, model: Decoder, sampler: Sampler, rows: int, steps: int) -> None:
-        device = self.device = model.device
+        device = model.device
         self.sampler = sampler
         drawing = sampler.temperature > 0
         self.chances = torch.zeros(steps, rows, dtype=torch.float64, device=device) if drawing else None
@@ -126,7 +126,7 @@ def repeated(
         for x, old in zip(changing, before, strict=True):
             x.copy_(old)
 
-    return capture(step, draws.device, undo)
+    return capture(step, model.device, undo)
 
 
 class Steps:
@@ -159,7 +159,7 @@ class Steps:
         draws = Draws(self.model, self.sampler, len(logits), tokens + WARM)
         if draws.chances is not None:
             # the numbers that one draw after the other would take
-            draws.chances.copy_(torch.rand(draws.chances.shape, dtype=torch.float64, generator=self.generator))
+            draws.chances.copy_(uniform(draws.chances.numel(), self.generator).view_as(draws.chances))
         draws.draw(logits)
         ended, read, written, replay = set[int](), 0, 1, None
         while True:
