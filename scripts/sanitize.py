@@ -1,4 +1,5 @@
-"""Builds the core with sanitizers in a folder of its own and runs the contract suite on it, through NumPy.
+"""Builds the core with sanitizers in a folder of its own and runs the contract suite and the tests of threads on it,
+through NumPy.
 
 usage: sanitize.py address,undefined | thread [pytest arguments]
 """
@@ -18,7 +19,7 @@ OPTIONS = {
     # no leak detection: the interpreter itself never frees everything
     "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
     "UBSAN_OPTIONS": "print_stacktrace=1",
-    "TSAN_OPTIONS": f"second_deadlock_stack=1:suppressions={ROOT / 'scripts' / 'tsan.supp'}",
+    "TSAN_OPTIONS": f"second_deadlock_stack=1:die_after_fork=0:suppressions={ROOT / 'scripts' / 'tsan.supp'}",
 }
 
 
@@ -69,7 +70,7 @@ def main() -> int:
         "900",
         "--block",
         "torch,triton,mlx,wgpu",
-        *(more or ["tests/contract"]),
+        *(more or ["tests/contract", "tests/system/test_threads.py"]),
     ]
     print("+", " ".join(words), flush=True)
     code = subprocess.run(words, cwd=ROOT, env=env, check=False).returncode
