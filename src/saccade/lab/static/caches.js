@@ -45,7 +45,7 @@ export async function draw(state, open) {
   const data = await ask('caches', { model: state.model, device: state.device, tokens: state.tokens, batch: state.batch });
   const m = data.model;
   const row = (first, g) => [first, g.kv_heads ?? '–', `${Number(g.smaller.toPrecision(3))} ×`, size(g.token), size(g.sequence), size(g.all), g.fits ? 'fits' : 'no', g.read, count(g.most_tokens)];
-  const head = ['', 'kv heads', 'smaller', 'a token', 'a sequence', 'all', data.device, 'one read', 'tokens that fit'];
+  const head = ['', 'kv heads', 'times smaller', 'per token', 'per sequence', 'all sequences', data.device, 'read once', 'tokens that fit'];
   return {
     nodes: [
       h('figure', { class: 'card' },

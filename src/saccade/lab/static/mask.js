@@ -6,7 +6,7 @@ import { ask, bytes, colour, count, field, h, key, paintCells, percent, picture,
 
 export const name = 'Masks';
 export const title = 'Masks and the tiles that kernels visit';
-export const lead = 'A mask is a value. Kernels visit the tiles that hold an allowed pair, test the elements of partial ones, and skip the rest.';
+export const lead = 'A mask is an expression. Kernels visit the tiles that hold an allowed pair, test the elements of partial ones, and skip the rest.';
 
 const PARTS = [
   'causal()', 'window(127, 0)', 'prefix(64)', 'global_tokens(8)', 'strided(16)', 'dilated(8, 16)', 'chunked(128)',
@@ -110,6 +110,6 @@ export async function draw(state, open) {
   const heads = data.heads > 1 ? ` Counts are of all ${data.heads} heads.` : '';
   return {
     nodes: [h('div', { class: 'split' }, drawn(data, state), h('div', null, h('div', { class: 'cards' }, cards)))],
-    note: `The tiles that each backend visits come from its plan, which needs no device: the plan that saccade explain prints. Played, a GPU starts all query tiles of a head at once, and a thread of the CPU takes one after the other, the last first.${heads}`,
+    note: `The tiles that each backend visits come from its plan, which needs no device: the plan that saccade explain prints. In the animation, a GPU starts all query tiles of a head at once, and a thread of the CPU takes one after the other, the last first.${heads}`,
   };
 }

@@ -3,7 +3,7 @@
 import { ask, count, h, short, size, svg, table } from './ui.js';
 
 export const name = 'Roofline';
-export const title = 'Bound by what?';
+export const title = 'Compute-bound or memory-bound?';
 export const lead = 'Work with few operations per byte waits for memory; work to the right of the ridge waits for arithmetic. Prefill and decode of one shape are far apart.';
 
 export const controls = (about) => [
@@ -45,7 +45,7 @@ function chart(data, WIDTH) {
   const x = scale([...data.roof.map((p) => p[0]), ...works.map((w) => w.intensity)], LEFT, WIDTH - RIGHT);
   const y = scale([...data.roof.map((p) => p[1] / 2), data.peak * 1.1, ...works.map((w) => w.rate)], HEIGHT - BOTTOM, TOP);
   const line = data.roof.map(([a, b]) => `${x.at(a)},${y.at(b)}`).join(' ');
-  const label = `${data.device}: ${works.map((w) => `${NAMES[w.kind]} ${short(w.intensity)} flop a byte, ${w.bound}-bound`).join('; ')}`;
+  const label = `${data.device}: ${works.map((w) => `${NAMES[w.kind]} ${short(w.intensity)} flop per byte, ${w.bound}-bound`).join('; ')}`;
   const ridge = x.at(data.ridge);
   // names of marks that are close to each other go above and below in turn
   const placed = works.map((work) => [x.at(work.intensity), y.at(work.rate)]);
@@ -59,7 +59,7 @@ function chart(data, WIDTH) {
       (WIDTH > 420 || n % 2 === 0) && svg('text', { x: x.at(v), y: HEIGHT - BOTTOM + 18, 'text-anchor': 'middle' }, v >= 1e4 || v < 0.01 ? `10${exponent(v)}` : short(v))]),
     y.ticks.map((v) => [svg('line', { x1: LEFT, x2: WIDTH - RIGHT, y1: y.at(v), y2: y.at(v), stroke: 'var(--line)' }),
       svg('text', { x: LEFT - 8, y: y.at(v) + 4, 'text-anchor': 'end' }, prefix(v))]),
-    svg('text', { x: (LEFT + WIDTH - RIGHT) / 2, y: HEIGHT - 6, 'text-anchor': 'middle' }, 'operations a byte'),
+    svg('text', { x: (LEFT + WIDTH - RIGHT) / 2, y: HEIGHT - 6, 'text-anchor': 'middle' }, 'operations per byte'),
     svg('text', { x: LEFT, y: 8 }, 'flop/s'),
     svg('line', { x1: ridge, x2: ridge, y1: TOP, y2: HEIGHT - BOTTOM, stroke: 'var(--soft)', 'stroke-dasharray': '2 5' }),
     svg('text', { x: ridge + 7, y: HEIGHT - BOTTOM - 8 }, `ridge ${short(data.ridge)}`),
@@ -89,7 +89,7 @@ export async function draw(state, open) {
     nodes: [
       h('figure', { class: 'card' }, h('h2', null, data.device, h('small', null, data.source)), chart(data, open.width), open.width < NARROW && legend(data.works),
         h('figcaption', null, `Peak ${prefix(data.peak)}flop/s, ${prefix(data.bandwidth)}B/s. Scores are never stored: those of all ${count(Number(state.heads) * Number(state.batch))} heads would take ${data.scores}.`)),
-      h('div', { class: 'card below' }, table('Least work and time of one call', ['', 'operations', 'bytes moved', 'flop a byte', 'bound by', 'time at least', 'rate at most'], rows)),
+      h('div', { class: 'card below' }, table('Least work and time of one call', ['', 'operations', 'bytes moved', 'flop per byte', 'bound by', 'time at least', 'rate at most'], rows)),
     ],
     note: 'Only allowed pairs are counted, and each array is moved once. No kernel can be faster.',
   };

@@ -108,7 +108,7 @@ function values(label, rows) {
 const part = (formula, ...content) => h('div', null, h('p', { class: 'formula' }, formula), content);
 
 // the page of the documentation, where it is next to this one
-const derivation = (docs) => ['Why both are equal: ', docs ? h('a', { href: `${docs}inside/derivation.html` }, 'the derivation') : h('code', null, 'docs/inside/derivation.md'), '.'];
+const derivation = (docs) => ['Why they differ only by exp(m): ', docs ? h('a', { href: `${docs}inside/derivation.html` }, 'the derivation') : h('code', null, 'docs/inside/derivation.md'), '.'];
 
 function numbers(step, data, docs) {
   const row = (n) => `query ${step.i * data.tile_q + n}`;
