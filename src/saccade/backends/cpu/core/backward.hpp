@@ -31,6 +31,7 @@ struct Backward : RowSums<typename K::sum> {
   };
 
   const Call& c;
+  const MatrixRegisters registers;
   int64_t ld, ldv;
   T mul;                                // log2 scores = mul * products, when plain
   Num *kt, *vt, *kt_across, *k_turned;  // of one key tile; the last is for matrix registers
@@ -44,7 +45,7 @@ struct Backward : RowSums<typename K::sum> {
   double* dgates = nullptr;  // [G, Tk] of this task
 
   Backward(const Call& call, Bump& bump, int64_t n_items)
-      : c(call), ld(round_up(call.D, N)), ldv(round_up(call.Dv, N)) {
+      : c(call), registers(c.matrix && bump.base), ld(round_up(c.D, N)), ldv(round_up(c.Dv, N)) {
     constexpr int64_t tile = (TILE_K + 2) * TILE_Q;
     kt = bump.take<Num>(TILE_K * S::depth(c.D));
     vt = bump.take<Num>(TILE_K * S::depth(c.Dv));
@@ -116,9 +117,9 @@ struct Backward : RowSums<typename K::sum> {
 
   // P in `s`, P after dropout in `p`, and dP
   void weights(State& it, int64_t first, int64_t n, bool partial, int64_t at) {
-    const int64_t deep = S::depth(c.D), deep_v = S::depth(c.Dv), width = it.s.width;
-    product<K>(n, width, deep, it.qt, width, deep_rows(kt + at * deep, deep, c.matrix), s, width, false, c.chain());
-    product<K>(n, width, deep_v, it.dot, width, deep_rows(vt + at * deep_v, deep_v, c.matrix), dp, width, false,
+    const int64_t dim = S::depth(c.D), dim_v = S::depth(c.Dv), width = it.s.width;
+    product<K>(n, width, dim, it.qt, width, deep_rows(kt + at * dim, dim, c.matrix), s, width, false, c.chain());
+    product<K>(n, width, dim_v, it.dot, width, deep_rows(vt + at * dim_v, dim_v, c.matrix), dp, width, false,
                c.chain());
     it.s.scores(s, first, n, partial, c.softcap != 0 ? cap : nullptr);
     const bool careful = partial || it.s.masked_by_bias();
@@ -326,11 +327,8 @@ struct Backward : RowSums<typename K::sum> {
 
   void finish(State& it, double* slopes) {
     const Scorer<T>& x = it.s;
-    for (int64_t d = 0; d < ld; ++d)
-      for (int64_t w = 0; w < x.width; w += N) {
-        T* at = it.dqt + d * it.s.width + w;
-        store(at, load(at) * static_cast<T>(c.scale));
-      }
+    const T scale = static_cast<T>(c.scale);
+    for (int64_t i = 0; i < ld * x.width; i += N) store(it.dqt + i, load(it.dqt + i) * scale);
     transpose(ld, x.width, it.dqt, x.width, rows, ld);
     for (int64_t r = 0; r < x.rows; ++r) {
       const int64_t at = x.at(c.dq, r);

@@ -39,6 +39,7 @@ struct Forward {
   };
 
   const Call& c;
+  const MatrixRegisters registers;
   int64_t ld, ldv;  // row lengths rounded up to vectors
   T mul;            // scores = mul * products; in log2 units when plain
   Num *kt, *vt, *p;
@@ -54,7 +55,11 @@ struct Forward {
   Keys keys{0, 1, 0};
 
   Forward(const Call& call, Bump& bump, int64_t n_items)
-      : c(call), ld(round_up(call.D, N)), ldv(round_up(call.Dv, N)), slack(call.matrix && !call.max ? T(8) : T(0)) {
+      : c(call),
+        registers(c.matrix && bump.base),
+        ld(round_up(c.D, N)),
+        ldv(round_up(c.Dv, N)),
+        slack(c.matrix && !c.max ? T(8) : T(0)) {
     using S = Store<K>;
     kt = bump.take<Num>(TILE_K * S::depth(c.D));
     vt = bump.take<Num>((TILE_K / S::per + 1) * ldv);

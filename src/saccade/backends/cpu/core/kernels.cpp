@@ -30,7 +30,6 @@ int64_t forward_scratch(const Call& c) {
   return by_kind(c, [&](auto* k) { return Forward<std::remove_pointer_t<decltype(k)>>::scratch_bytes(c); });
 }
 void forward(const Call& c, int64_t task, char* scratch) {
-  const MatrixRegisters registers(c.matrix);
   by_kind(c, [&](auto* k) { Forward<std::remove_pointer_t<decltype(k)>>::task(c, task, scratch); });
 }
 // calls f with a pointer to the type of the kernel
@@ -62,18 +61,15 @@ int64_t backward_sums(const Call& c) {
   return by_kind(c, [&](auto* k) { return Backward<std::remove_pointer_t<decltype(k)>>::sums(c); });
 }
 void backward(const Call& c, int64_t task, char* scratch) {
-  const MatrixRegisters registers(c.matrix);
   by_kind(c, [&](auto* k) { Backward<std::remove_pointer_t<decltype(k)>>::task(c, task, scratch); });
 }
 void backward_finish(const Call& c, int64_t task, int64_t begin, int64_t end) {
   by_kind(c, [&](auto* k) { Backward<std::remove_pointer_t<decltype(k)>>::finish_keys(c, task, begin, end); });
 }
 void backward_distances(const Call& c, int64_t task, char* scratch) {
-  const MatrixRegisters registers(c.matrix);
   by_kind(c, [&](auto* k) { BiasGradient<std::remove_pointer_t<decltype(k)>>::distances(c, task, scratch); });
 }
 void backward_bias(const Call& c, int64_t task, char* scratch) {
-  const MatrixRegisters registers(c.matrix);
   by_kind(c, [&](auto* k) { BiasGradient<std::remove_pointer_t<decltype(k)>>::task(c, task, scratch); });
 }
 int64_t tangent_tasks(const Call& c) {

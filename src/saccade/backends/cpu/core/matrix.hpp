@@ -22,8 +22,8 @@ static LeftRows<Num> deep_rows(const Num* at, int64_t row, bool matrix) {
 #if defined(__AMX_BF16__)
 constexpr int64_t SIDE = 16;
 
-// Matrix registers hold nothing before a thread says which shape they have. Others that use them in this thread set a
-// shape of their own.
+// Matrix registers hold nothing before a thread says which shape they have, so whatever computes products owns one of
+// these. Others that use the registers in this thread set a shape of their own.
 class MatrixRegisters {
  public:
   explicit MatrixRegisters(bool used) : used_(used) {
