@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from functools import cached_property
 
 import torch
 from torch import nn
+
+from saccade.memory import resident
 
 from .blocks import Decoder
 from .data import Batch
@@ -93,10 +94,4 @@ def memory(device: torch.device) -> int:
     """The most bytes that the process has had so far, on a GPU there."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ModuleNotFoundError:
-        # Windows has no such module
-        return 0
-    # macOS counts bytes, others KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resident()[1]

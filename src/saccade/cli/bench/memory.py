@@ -4,20 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 
-
-def resident() -> tuple[int, int]:
-    """(now, peak) bytes of this process's resident set."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
-        return int(fields["VmRSS"].split()[0]) * 1024, int(fields["VmHWM"].split()[0]) * 1024
-    import resource
-
-    # macOS counts the peak in bytes here, and does not report present use
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak, peak
+from saccade.memory import resident
 
 
 def growth(tokens: int, head_dim: int, dtype: str) -> tuple[int, float]:
