@@ -31,8 +31,12 @@ struct Decode {
   T *acc = nullptr, *m = nullptr, *l = nullptr, *u = nullptr;
   Head* heads;
   TileMask<T>* masks;
-  Ahead ahead;         // the next piece, which the products of this one fetch
-  int64_t coming = 0;  // its bytes
+  // keys and values of the next piece, which the products of this one fetch
+  struct Both {
+    Ahead k, v;
+    void step() { k.step(), v.step(); }
+  } ahead;
+  int64_t coming_k = 0, coming_v = 0;  // their bytes
 
   Decode(const Call& call, Bump& bump)
       : c(call),
@@ -136,12 +140,15 @@ struct Decode {
     constexpr int MOST = N < 4 ? N : 4;
     int64_t row = 0;
     Alone alone;
+    const int64_t steps = n_heads * n * ld / (PAIRS ? 2 * N : N);
+    ahead.k.bytes = share(coming_k, steps), ahead.v.bytes = share(coming_v, steps);
     // the products of the first rows fetch the next piece
     const auto some = [&]<int R>() {
-      row == 0 && ahead.bytes ? dots_of<R>(row, n, k, stride, ahead) : dots_of<R>(row, n, k, stride, alone);
+      row == 0 && coming_k ? dots_of<R>(row, n, k, stride, ahead) : dots_of<R>(row, n, k, stride, alone);
       row += R;
     };
     while (row + MOST <= rows) some.template operator()<MOST>();
+    if (row + 2 <= rows) some.template operator()<2>();
     while (row < rows) some.template operator()<1>();
   }
   SACCADE_INLINE vec<T> wide(const T* p, int64_t d) { return load(p + d); }
@@ -153,8 +160,7 @@ struct Decode {
     return Codes<CODE>::template at<T>(p, d);
   }
 
-  // Reads one number of every cache line of the piece, all heads of a position together: in this order the hardware
-  // prefetcher runs ahead. The order of the products does not achieve this, nor do prefetch instructions.
+  // reads every cache line of a piece that no product has fetched, in the order of addresses
   void touch(const Array& a, const Head& h, int64_t first, int64_t n, int64_t width) const {
     const int64_t size = a.unit();
     const bool one = together(first, n);
@@ -375,7 +381,6 @@ struct Decode {
   template <class F>
   static void visit(F& f, const Item<T>& it, int64_t begin, int64_t end, const Head* some, int64_t n_some) {
     const Call& c = f.c;
-    const bool shared = f.shared();
     for (const int32_t* seg = it.seg; seg < it.seg_end; seg += 3) {
       const int64_t last = min64(seg[1], end);
       bool fetched = false;
@@ -383,23 +388,28 @@ struct Decode {
         if (pieces % 64 == 63) check_stop();
         n = f.piece(k, last);
         if (!fetched) f.touch(c.k, f.heads[0], k, n, c.D);
-        if (!shared) f.touch(c.v, f.heads[0], k, n, c.Dv);
+        if (!fetched && !f.shared()) f.touch(c.v, f.heads[0], k, n, c.Dv);
         // after the last piece, the first of the task that this thread will probably take next
-        fetched = shared && f.fetch(f.heads[0], k + n < last ? k + n : begin + c.threads * c.split_keys, seg[1]);
+        fetched = f.fetch(f.heads[0], k + n < last ? k + n : begin + c.threads * c.split_keys, seg[1]);
         for (int64_t i = 0; i < n_some; ++i) step(f, some[i], k, n, seg[2] == PARTIAL);
       }
     }
   }
 
-  // lets the products of a step fetch the piece from key k on; false if there is none, or if it is in several pages
+  // lets the products of a step fetch the piece from key k on; false if there is none, or if it is not one stream
   bool fetch(const Head& h, int64_t k, int64_t last) {
-    const int64_t n = k < last ? piece(k, last) : 0, size = c.k.unit();
-    ahead = {reinterpret_cast<const char*>(s), 0}, coming = 0;
-    if (n == 0 || !together(k, n)) return false;
-    ahead = {c.k.data + key_offset(c, c.k, h.b, h.hk, k) * size, 64};
-    coming = n * c.k.stride[1] * size;
-    return true;
+    const int64_t n = k < last ? piece(k, last) : 0;
+    const bool one = n > 0 && together(k, n) && filled(c.k, c.D) && (shared() || filled(c.v, c.Dv));
+    const auto of = [&](const Array& a, bool some, int64_t* bytes) {
+      *bytes = some ? n * a.stride[1] * a.unit() : 0;
+      return Ahead{some ? a.data + key_offset(c, a, h.b, h.hk, k) * a.unit() : reinterpret_cast<const char*>(s), 0};
+    };
+    ahead = {of(c.k, one, &coming_k), of(c.v, one && !shared(), &coming_v)};
+    return one;
   }
+  // whether the heads of a task are all that is stored of a position
+  bool filled(const Array& a, int64_t width) const { return a.stride[1] * a.unit() <= n_heads * a.bytes(width); }
+  static int64_t share(int64_t bytes, int64_t steps) { return (bytes + steps - 1) / steps; }
 
   // restarts with maxima so large that l is at most 1: sums of large values may overflow where their mean does not
   void start_again(const Head& h) {

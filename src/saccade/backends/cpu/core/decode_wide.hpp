@@ -12,8 +12,8 @@ struct WideDecode : Decode<K, TILE_K> {
   using typename Base::T;
   using Num = typename K::num;
   using S = Store<K>;
-  using Base::acc, Base::ahead, Base::all, Base::c, Base::coming, Base::kt, Base::l, Base::ld, Base::ldv, Base::m,
-      Base::rows, Base::s, Base::u, Base::vt, Base::weights;
+  using Base::acc, Base::ahead, Base::all, Base::c, Base::coming_k, Base::coming_v, Base::kt, Base::l, Base::ld,
+      Base::ldv, Base::m, Base::rows, Base::s, Base::u, Base::vt, Base::weights;
   static constexpr int64_t N = lanes<T>;
 
   int64_t width;        // rows, rounded up to vectors
@@ -52,11 +52,12 @@ struct WideDecode : Decode<K, TILE_K> {
       keys = tile;
     }
     const Num* queries_of = reinterpret_cast<const Num*>(h.q);
-    // memory is read during both products
     const int64_t depth = S::depth(c.D);
-    const int64_t all_steps = steps<T>(n, width, depth) + steps<T>(rows, ldv, S::depth(n));
-    ahead.bytes = (coming + all_steps - 1) / all_steps;
-    mm<K>(n, width, depth, queries_of, width, keys, step, 1, s, width, false, c.chain(), ahead);
+    const int64_t to_scores = Base::n_heads * steps<T>(n, width, depth),
+                  to_sums = Base::n_heads * steps<T>(rows, ldv, S::depth(n));
+    ahead.k.bytes = Base::share(coming_k, Base::shared() ? to_scores + to_sums : to_scores);
+    ahead.v.bytes = Base::share(coming_v, to_sums);
+    mm<K>(n, width, depth, queries_of, width, keys, step, 1, s, width, false, c.chain(), ahead.k);
   }
 
   void softmax(int64_t n) { c.entropy ? softmax_of<true>(n) : softmax_of<false>(n); }
@@ -83,8 +84,10 @@ struct WideDecode : Decode<K, TILE_K> {
       for (int64_t d = 0; fix[r] != T(1) && d < ldv; d += N) store(acc + r * ldv + d, load(acc + r * ldv + d) * fix[r]);
   }
 
+  // what is fetched during the products with values: the rest of the keys if those are the values
+  Ahead& during_values() { return Base::shared() ? ahead.k : ahead.v; }
   void product(const T* v, int64_t stride, int64_t n) {
-    mm<Plain<T>>(rows, ldv, n, v, stride, s, 1, width, acc, ldv, true, CHAIN, ahead);
+    mm<Plain<T>>(rows, ldv, n, v, stride, s, 1, width, acc, ldv, true, CHAIN, during_values());
   }
 
   void add_values(const Head& h, int64_t first, int64_t n) {
@@ -92,7 +95,7 @@ struct WideDecode : Decode<K, TILE_K> {
       Num* tile = reinterpret_cast<Num*>(vt);
       S::load_across({c, c.v, h.b, h.hk, all, first, n, c.Dv, false}, tile, ldv);
       S::pair_rows(s, width, n, width, weights);
-      mm<K>(rows, ldv, S::depth(n), tile, ldv, weights, 1, width, acc, ldv, true, CHAIN, ahead);
+      mm<K>(rows, ldv, S::depth(n), tile, ldv, weights, 1, width, acc, ldv, true, CHAIN, during_values());
     } else {
       int64_t stride = 0;
       const T* v = Base::values(h, first, n, &stride, false, nullptr);
