@@ -269,6 +269,7 @@ def test_a_device_too_small_is_told():
         ("mask", {"tq": "1000000"}, "Queries is '1000000'"), ("softmax", {"bq": "0"}, "Queries per tile is '0'"),
         ("roofline", {"heads": "3", "kv": "2"}, "KV heads is 2"), ("roofline", {"d": "x"}, "Head size is 'x'"),
         ("kernel", {"d": "5"}, "Head size is 5"),
+        ("visits", {"backend": "webgpu"}, "'backend' is no field of this view; its fields are mask, tq"),
     ],
 )  # fmt: skip
 def test_errors_name_fields_as_the_page_does(view: str, given: dict[str, str], words: str) -> None:

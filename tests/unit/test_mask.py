@@ -126,6 +126,7 @@ def test_text_refuses_everything_else(text) -> None:
         ("\ud800", "characters that are not text"),
         ("casual()", "did you mean causal()?"),
         ("full() & windw(3)", "did you mean window()?"),
+        ("sliding_window(3)", "did you mean window(n - 1, 0)?"),
         ("chunked()", "needs size: write chunked(size)"),
         ("~(full() & a.b)", "cannot read 'a.b' at column 12"),
         # ast counts bytes

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import tempfile
 from collections.abc import Callable
 
 try:
@@ -55,6 +57,8 @@ def _missing(error: ImportError) -> Callable[[], None]:
 
 def main() -> None:
     """Run the command line."""
+    # where no desktop has set it, drivers of GPUs print that it is missing
+    os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())
     app()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from importlib import import_module
 from typing import Any, TypeVar
 
 import anyio
@@ -11,9 +12,9 @@ import anyio.to_process
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-# seconds for the head of a request; for a computation; and for a computation whose client has hung up, because a worker
-# process that is stopped must be started again
-HEAD, COMPUTATION, GRACE = 10.0, 20.0, 2.0
+# seconds for the head of a request; for the start of a worker process; for a computation; and for a computation whose
+# client has hung up, because a worker process that is stopped must be started again
+HEAD, START, COMPUTATION, GRACE = 10.0, 60.0, 20.0, 2.0
 
 Result = TypeVar("Result")
 
@@ -51,14 +52,21 @@ class HungUp(Exception):
     """The client has hung up."""
 
 
+def _load(module: str) -> None:
+    import_module(module)
+
+
 async def in_worker(limiter: anyio.CapacityLimiter, function: Callable[..., Result], *arguments: Any) -> Result:
     """The result of a function in a worker process, which is killed when this coroutine is cancelled.
 
-    limiter: limits the computations at a time. Raises TimeoutError after `COMPUTATION` seconds of computing.
+    limiter: limits the computations at a time. Raises TimeoutError after `START` seconds in which the process has not
+    started, or after `COMPUTATION` seconds of computing.
     """
     async with limiter:
+        own = anyio.CapacityLimiter(1)
+        with anyio.fail_after(START):
+            await anyio.to_process.run_sync(_load, function.__module__, cancellable=True, limiter=own)
         with anyio.fail_after(COMPUTATION):
-            own = anyio.CapacityLimiter(1)
             return await anyio.to_process.run_sync(function, *arguments, cancellable=True, limiter=own)
 
 

@@ -39,6 +39,24 @@ LABELS = {
 }
 
 
+class Fields(dict[str, str]):
+    """A query that knows which of its fields were read."""
+
+    def __init__(self, fields: Query):
+        super().__init__(fields)
+        self.read: dict[str, None] = {}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read[name] = None
+        return super().get(name, default)
+
+    def check_read(self) -> None:
+        """Raises FieldError for a field that the view has not read, since its answer would ignore it."""
+        for name in self:
+            if name not in self.read:
+                raise FieldError(name, f"{name[:40]!r} is no field of this view; its fields are {', '.join(self.read)}")
+
+
 class FieldError(ValueError):
     """A wrong value of one field, whose name in the query is `field`."""
 

@@ -54,7 +54,10 @@ def application(hosts: tuple[str, ...], model: Path | None = None) -> Any:
         try:
             return keep(name, query, await in_worker(at_a_time, answered, name, query))
         except TimeoutError:
-            why = f"it took more than {COMPUTATION:g} s and was stopped: use fewer tokens or a simpler mask"
+            why = (
+                f"it took more than {COMPUTATION:g} s and was stopped: use fewer tokens or a simpler mask, or try again "
+                "when other programs use less of this machine"
+            )
             return encoded(400, {"error": why})
 
     def keep(name: str, query: Question, result: Answer) -> Answer:

@@ -11,7 +11,7 @@ from .. import __version__, cost
 from ..backends.places import PLACES
 from ..errors import Unsupported
 from . import costs, kernels, masks, online
-from .query import FieldError, Query, plain
+from .query import FieldError, Fields, Query, plain
 
 View = Callable[[Query], Any]
 VIEWS: dict[str, View] = {
@@ -42,7 +42,10 @@ def about(model: Path | None) -> dict[str, Any]:
 def answer(view: View, query: Query) -> tuple[int, Any]:
     """(status, content): the view's numbers, or 400, what is wrong with the query, and in which field if known."""
     try:
-        return 200, plain(view(query))
+        fields = Fields(query)
+        content = plain(view(fields))
+        fields.check_read()
+        return 200, content
     except Unsupported as error:
         return 400, {"error": "; ".join(error.reasons)}
     except FieldError as error:

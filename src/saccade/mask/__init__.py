@@ -13,7 +13,7 @@ Examples:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import checks, heads, layouts, lengths, lowering, packing, patterns, positions, predicate, selection, text, trees
 from .algebra import Mask, register
@@ -28,14 +28,24 @@ from .selection import *
 from .text import parse
 from .trees import *
 
-__all__ = ["Mask", "from_dense", "parse", "patterns"]
-__all__ += heads.__all__
-__all__ += layouts.__all__
+# in the order of the API's page
+__all__ = ["patterns"]
+__all__ += positions.__all__
 __all__ += lengths.__all__
 __all__ += packing.__all__
-__all__ += positions.__all__
+__all__ += layouts.__all__
+__all__ += heads.__all__
 __all__ += selection.__all__
 __all__ += trees.__all__
+__all__ += ["from_dense", "parse", "Mask"]
+
+
+if not TYPE_CHECKING:
+    # type checkers would allow every name
+
+    def __getattr__(name: str) -> Any:
+        hint = "" if name.startswith("_") else f": {text.instead(name)}"
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 
 def _draw(*args: Any, **options: Any) -> str:

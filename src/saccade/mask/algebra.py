@@ -99,7 +99,7 @@ class Mask:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """A hashable key: the structure, the integers, and the id and version of the contents of each array.
+        """A hashable key of the structure, the integers, and the id and version of the contents of each array.
 
         A table that stores a key must also keep the mask alive; otherwise another array may get the same id.
         """

@@ -19,6 +19,13 @@ from .syntax import wrong_syntax
 _RANK = {"or": 0, "and": 1, "not": 2}
 _SIGN = {"or": " | ", "and": " & "}
 _CONSTRUCTORS = {kind.constructor.__name__: kind.constructor for kind in KINDS.values()}
+# names in other libraries
+_ELSEWHERE = {
+    "bidirectional": "full()",
+    "block_diagonal": "documents(cu_seqlens=...)",
+    "local": "window(n, n)",
+    "sliding_window": "window(n - 1, 0)",
+}
 
 
 def to_text(mask: Mask) -> str:
@@ -108,11 +115,16 @@ def _mask(node: ast.expr, text: str) -> Mask:
     raise _unreadable(node, text, "a mask constructor, &, | or ~")
 
 
+def instead(name: str) -> str:
+    """What to write for a name that no mask has."""
+    near = get_close_matches(name, _CONSTRUCTORS, 1)
+    written = _ELSEWHERE.get(name) or (f"{near[0]}()" if near else "")
+    return f"{f'did you mean {written}? ' if written else ''}known are {', '.join(_CONSTRUCTORS)}"
+
+
 def _call(name: str, args: list[ast.expr], named: dict[str, ast.expr], node: ast.expr, text: str) -> Mask:
     if name not in _CONSTRUCTORS:
-        near = get_close_matches(name, _CONSTRUCTORS, 1)
-        hint = f"did you mean {near[0]}()? " if near else ""
-        raise ValueError(f"unknown mask {name!r} in {text[:80]!r}: {hint}known are {', '.join(_CONSTRUCTORS)}")
+        raise ValueError(f"unknown mask {name!r} in {text[:80]!r}: {instead(name)}")
     function = _CONSTRUCTORS[name]
     most, names, required = _parameters(function)
     if missing := [one for one in required[len(args) :] if one not in named]:

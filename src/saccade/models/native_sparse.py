@@ -171,8 +171,8 @@ class NativeSparseAttention(nn.Module):
             backend: as in `saccade.attention`.
 
         Raises:
-            ValueError: the tokens exceed the capacity of the cache.
-            Others as in `saccade.attention` and `KVCache.append`.
+            ValueError: the tokens exceed the capacity of the cache; and as in `saccade.attention` and `KVCache.append`.
+            Unsupported: as in `saccade.attention`.
         """
         start = 0 if cache is None else cache.start(x.shape[1])
         q = self._turned(self.q_proj(x).unflatten(-1, (self.heads, -1)), start)

@@ -16,17 +16,20 @@ from .replay import WARM, Steps, replayable
 from .sampler import Sampler
 from .states import StackCache
 
+# tokens of each prompt, and of all prompts together, that `prefill` computes at a time
+CHUNK, AT_ONCE = 256, 2048
+
 
 @torch.no_grad()
 def prefill(
     model: Decoder,
     prompts: Sequence[Sequence[int]],
     capacity: int,
-    chunk: int,
+    chunk: int | None = None,
     backend: str | None = None,
     quantised: str | None = None,
 ) -> tuple[Tensor, list[KVCache] | StackCache]:
-    """Fills new caches with prompts of any lengths, `chunk` tokens of each prompt at a time.
+    """Fills new caches with prompts of any lengths, `chunk` tokens of each prompt at a time; None as in `generate`.
 
     Returns the logits [B, vocab] after each prompt's last token, and the caches of `capacity` tokens: one per layer,
     or one `StackCache`.
@@ -34,6 +37,7 @@ def prefill(
     """
     counts = [len(prompt) for prompt in prompts]
     longest = max(counts, default=0)
+    chunk = chunk or max(CHUNK, AT_ONCE // max(1, len(prompts)))
     if longest > capacity or min(counts, default=1) < 1:
         raise ValueError(f"prompts of {counts} tokens; each needs 1 to {capacity}")
     padded = torch.zeros(len(prompts), longest, dtype=torch.int64)
@@ -68,7 +72,7 @@ def generate(
     *,
     seed: int = 0,
     first: np.ndarray | None = None,
-    chunk: int = 256,
+    chunk: int | None = None,
     keep: tuple[int, int] | None = None,
     quantised: str | None = None,
     draft: str | Draft | None = None,
@@ -77,6 +81,8 @@ def generate(
     """Yields the next token of every prompt, up to `tokens` times; a sequence that has ended repeats the end token.
 
     prompts: token ids, at least one per prompt. first: bool [B, n], which of the first n tokens the first draw allows.
+    chunk: how many tokens of each prompt are computed at a time; None computes 2048 of all prompts together, and at
+    least 256 of each.
     keep: (sinks, window), how many of the first and last tokens keep their keys when the cache is full; the cache has
     room for a quarter of a window more. Positions are counted in the cache, so a text may continue without end.
     quantised: the codes in which caches store keys and values, as in `KVCache`; not with keep, which rotates keys.
@@ -138,14 +144,14 @@ def generate(
 
 
 def check_lengths(
-    model: Decoder, prompts: Sequence[Sequence[int]], tokens: int, first: np.ndarray | None, chunk: int
+    model: Decoder, prompts: Sequence[Sequence[int]], tokens: int, first: np.ndarray | None, chunk: int | None
 ) -> None:
     """Raises ValueError for prompts that are empty or too long, and for a tokenizer larger than the model.
 
-    tokens: the number of new tokens per prompt; chunk: the number of tokens read at a time.
+    tokens: the number of new tokens per prompt; chunk: the number of tokens read at a time, or None.
     """
     limit, vocabulary = model.config.max_position_embeddings, model.config.vocab_size
-    if tokens < 0 or chunk < 1:
+    if tokens < 0 or (chunk is not None and chunk < 1):
         raise ValueError(f"tokens is {tokens} and chunk {chunk}; expected at least 0 tokens in chunks of at least 1")
     for n, prompt in enumerate(prompts):
         if not prompt:

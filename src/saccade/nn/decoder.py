@@ -93,8 +93,9 @@ class Attention(nn.Module):
 
         Raises:
             TypeError: cache is not a KVCache.
-            ValueError: context is given with a cache or with positions.
-            Others as in `saccade.attention` and `KVCache.append`.
+            ValueError: context is given with a cache or with positions; and as in `saccade.attention` and
+                `KVCache.append`.
+            Unsupported: as in `saccade.attention`.
         """
         if cache is not None and not isinstance(cache, KVCache):
             raise TypeError(f"cache is {type(cache).__name__}; expected a saccade.KVCache, as make_cache returns")
