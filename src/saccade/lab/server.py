@@ -55,8 +55,8 @@ def application(hosts: tuple[str, ...], model: Path | None = None) -> Any:
             return keep(name, query, await in_worker(at_a_time, answered, name, query))
         except TimeoutError:
             why = (
-                f"it took more than {COMPUTATION:g} s and was stopped: use fewer tokens or a simpler mask, or try again "
-                "when other programs use less of this machine"
+                f"it took more than {COMPUTATION:g} s and was stopped: use fewer tokens or a simpler mask, or try "
+                "again when other programs use less of this machine"
             )
             return encoded(400, {"error": why})
 

@@ -37,7 +37,7 @@ __all__ += layouts.__all__
 __all__ += heads.__all__
 __all__ += selection.__all__
 __all__ += trees.__all__
-__all__ += ["from_dense", "parse", "Mask"]
+__all__ += ["Mask", "from_dense", "parse"]
 
 
 if not TYPE_CHECKING:
