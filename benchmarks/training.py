@@ -173,6 +173,8 @@ def compared(args: argparse.Namespace, env: Environment, context: int, dtype: st
     ours = next((times[peer] for peer in times if peer.startswith("saccade")), None)
     others = [times[peer] for peer in times if not peer.startswith("saccade")] if ours is not None else []
     ratios = [np.median(other / ours) for other in others]
+    # of the machine: the processes measured it while others started
+    peak = max((run.figures["peak"] for run in whole.values()), default=1)
     for peer, run in runs.items():
         row = Row(*env, f"{args.preset}-{context}", peer, "train", dtype, mask=MASKS[mask])
         if run.error:
@@ -184,7 +186,7 @@ def compared(args: argparse.Namespace, env: Environment, context: int, dtype: st
             "tokens": count,
             "memory": max(step["memory"] for step in run.steps),
             "ratio": min(ratios, default=0) if peer.startswith("saccade") else 0,
-            "share": sum(step["flops"] for step in run.steps[FIRST:]) / times[peer].sum() / run.figures["peak"],
+            "share": sum(step["flops"] for step in run.steps[FIRST:]) / times[peer].sum() / peak,
         }
         yield replace(row, rate=count / token.median, rate_unit="token/s", note=note(values), **token._asdict())
 

@@ -65,20 +65,24 @@ def download() -> None:
     (FOLDER / "complete").touch()
 
 
-def compile_core() -> None:
-    """Compile what changed of the core, into src/."""
+def cross() -> list[str]:
+    """The words for CMake by which it compiles for arm64."""
     include = TREE / "usr" / "include"
     defined = {
         "CMAKE_SYSTEM_NAME": "Linux",
         "CMAKE_SYSTEM_PROCESSOR": "aarch64",
         "CMAKE_CXX_COMPILER": COMPILER,
-        "CMAKE_CXX_FLAGS": f"-isystem {include}",
-        "Python_EXECUTABLE": sys.executable,
+        "CMAKE_CXX_FLAGS": f"-isystem{include}",
         "Python_INCLUDE_DIR": include / f"python{VERSION}",
         "SACCADE_WERROR": "ON",
     }
+    return [f"-D{name}={value}" for name, value in defined.items()]
+
+
+def compile_core() -> None:
+    """Compile what changed of the core, into src/."""
     if not (BUILD / "build.ninja").exists():
-        words = (f"-D{name}={value}" for name, value in defined.items())
+        words = (*cross(), f"-DPython_EXECUTABLE={sys.executable}")
         run("cmake", "-S", ROOT, "-B", BUILD, "-G", "Ninja", *words, stdout=subprocess.DEVNULL)
     run("cmake", "--build", BUILD, stdout=subprocess.DEVNULL)
     # the build names it for the Python that runs here; replaced at once, because a process may have the old one open
@@ -87,9 +91,9 @@ def compile_core() -> None:
     fresh.replace(CORE)
 
 
-def python(chip: str = "max") -> list[str]:
-    """The command that runs Python on a chip of qemu's."""
-    paths = os.pathsep.join(map(str, (ROOT / "src", SITE)))
+def python(chip: str = "max", saccade: Path = ROOT / "src") -> list[str]:
+    """The command that runs Python on a chip of qemu's, with the package of a folder."""
+    paths = os.pathsep.join(map(str, (saccade, SITE)))
     settings = {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
     words = [word for name, value in settings.items() for word in ("-E", f"{name}={value}")]
     return [QEMU, "-cpu", chip, "-L", str(TREE), *words, str(TREE / "usr" / "bin" / f"python{VERSION}")]

@@ -1,6 +1,6 @@
 """Builds the sdist, from it a manylinux wheel per CPython (abi3 from 3.12), and tries each wheel without a compiler.
 
-abi3audit must find nothing but the stable ABI of CPython in an abi3 wheel.
+A wheel for arm64 is cross-compiled and tried under qemu, for the Python that scripts/arm64.py has. abi3audit must find nothing but the stable ABI of CPython in an abi3 wheel.
 
 Interpreters are `python3.X` on PATH, or those of pyenv if its command exists. A missing one is named and skipped.
 """
@@ -13,6 +13,8 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+
+import arm64
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
@@ -58,13 +60,16 @@ def sources() -> set[str]:
     return set(subprocess.check_output(words, cwd=ROOT / "src", text=True).split("\0")) - {""}
 
 
-def build(version: str, python: Path, sdist: Path) -> Path:
-    """Build one repaired wheel. It is compiled from the sdist, which proves that the sdist is complete."""
-    programs = venv(python, WORK / f"build-{version}", *BUILD_NEEDS)
-    raw, repaired = WORK / f"raw-{version}", WORK / f"repaired-{version}"
+def build(version: str, python: Path, sdist: Path, chip: str = "", **more: str) -> Path:
+    """Build one repaired wheel. It is compiled from the sdist, which proves that the sdist is complete.
+
+    more: environment variables of the build.
+    """
+    programs = venv(python, WORK / f"build-{version}{chip}", *BUILD_NEEDS)
+    raw, repaired = WORK / f"raw-{version}{chip}", WORK / f"repaired-{version}{chip}"
     for folder in (raw, repaired):
         shutil.rmtree(folder, ignore_errors=True)
-    env = {**os.environ, "PATH": os.pathsep.join([str(programs), str(TOOLS), os.environ["PATH"]])}
+    env = {**os.environ, "PATH": os.pathsep.join([str(programs), str(TOOLS), os.environ["PATH"]]), **more}
     run(programs / "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir", "-w", raw, sdist, env=env)
     run(TOOLS / "auditwheel", "repair", "-w", repaired, next(raw.glob("*.whl")), env=env)
     wheel = next(repaired.glob("*.whl"))
@@ -83,6 +88,19 @@ def try_without_compiler(version: str, python: Path, wheel: Path) -> None:
         raise SystemExit(f"the environment for Python {version} has {visible}; expected no compiler")
     run(programs / "pip", "install", "--quiet", "--only-binary", ":all:", wheel, env=env)
     run(programs / "python", ROOT / "scripts" / "smoke.py", env=env, cwd=WORK)
+
+
+def build_arm64(python: Path, sdist: Path) -> Path:
+    """The wheel for arm64, unpacked and run under qemu."""
+    soabi = f"cpython-{arm64.VERSION.replace('.', '')}-aarch64-linux-gnu"
+    names = {"_PYTHON_HOST_PLATFORM": "linux-aarch64", "SETUPTOOLS_EXT_SUFFIX": f".{soabi}.so"}
+    wheel = build(arm64.VERSION, python, sdist, "-arm64", CMAKE_ARGS=" ".join(arm64.cross()), **names)
+    folder = WORK / "try-arm64"
+    shutil.rmtree(folder, ignore_errors=True)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    run(*arm64.python(saccade=folder), ROOT / "scripts" / "smoke.py", cwd=WORK)
+    return wheel
 
 
 def main() -> int:
@@ -105,6 +123,11 @@ def main() -> int:
         assert python is not None
         try_without_compiler(version, python, wheel)
     print("\n".join(f"Python {version}: {wheel.name} installed and run" for version, wheel in wheels.items()))
+    python = pythons[arm64.VERSION]
+    if python is None or not arm64.there():
+        print("no arm64 machine in software here: its wheel is neither built nor tried; run make arm64")
+    else:
+        print(f"Python {arm64.VERSION} on arm64: {build_arm64(python, sdist).name} unpacked and run under qemu")
     return int(not wheels)
 
 

@@ -195,7 +195,7 @@ def test_caches_of_the_rows():
     assert own["bytes"] == cost.MODELS["llama-2-70b"].cache_bytes(4096, 64) == 80 * 1024**3
     assert not own["fits"]
     assert (own["token"].split(" (")[0], own["sequence"].split(" (")[0]) == ("320 KiB", "1.25 GiB")
-    wide = {g["grouping"]: g["smaller"] for g in costs.caches({"model": "96-head"})["groupings"]}
+    wide = {g["grouping"]: g["smaller"] for g in costs.caches({"model": "gpt-3-175b"})["groupings"]}
     assert wide == {"MHA": 1, "GQA": 12, "MQA": 96}
 
 

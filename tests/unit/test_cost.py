@@ -104,7 +104,7 @@ def test_llama_2_70b_cache() -> None:
 
 
 def test_grouped_and_single_kv_heads_shrink_the_cache() -> None:
-    model = cost.MODELS["96-head"]
+    model = cost.MODELS["gpt-3-175b"]
     assert model.cache_bytes() == 12 * model.cache_bytes(kv_heads=8)
     assert model.cache_bytes() == 96 * model.cache_bytes(kv_heads=1)
     assert cost.MODELS["llama-2-70b"].saving() == 8
@@ -113,7 +113,7 @@ def test_grouped_and_single_kv_heads_shrink_the_cache() -> None:
 
 
 def test_projections() -> None:
-    model = cost.MODELS["96-head"]
+    model = cost.MODELS["gpt-3-175b"]
     assert model.projections() == dict.fromkeys("qkvo", (12288, 96 * 128))
     gpt2 = cost.MODELS["gpt-2"]
     assert (gpt2.layers, gpt2.heads, gpt2.head_dim, gpt2.width) == (12, 12, 64, 768)

@@ -84,10 +84,10 @@ MODELS: Mapping[str, Model] = {
         Model(
             "deepseek-v3", 61, 128, 128, 192, 7168, value_dim=128, latent=576, source=_config("deepseek-ai/DeepSeek-V3")
         ),
-        Model("llama-2-70b", 80, 64, 8, 128, 8192),
+        Model("llama-2-70b", 80, 64, 8, 128, 8192, source=_config("meta-llama/Llama-2-70b-hf")),
         Model("mistral-7b", 32, 32, 8, 128, 4096, source=_config("mistralai/Mistral-7B-v0.3")),
-        Model("96-head", 96, 96, 96, 128, 12288),
-        Model("gpt-2", 12, 12, 12, 64, 768),
+        Model("gpt-3-175b", 96, 96, 96, 128, 12288, source="Brown et al., 2020, table 2.1"),
+        Model("gpt-2", 12, 12, 12, 64, 768, source=_config("openai-community/gpt2")),
     )
 }
 

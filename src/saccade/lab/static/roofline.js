@@ -47,11 +47,12 @@ function chart(data, WIDTH) {
   const line = data.roof.map(([a, b]) => `${x.at(a)},${y.at(b)}`).join(' ');
   const label = `${data.device}: ${works.map((w) => `${NAMES[w.kind]} ${short(w.intensity)} flop per byte, ${w.bound}-bound`).join('; ')}`;
   const ridge = x.at(data.ridge);
-  // names of marks that are close to each other go above and below in turn
+  // a name goes to the left of its mark if another mark is close on the right; names that are close are one below another
   const placed = works.map((work) => [x.at(work.intensity), y.at(work.rate)]);
   const names = works.map((work, n) => {
     const crowd = placed.slice(0, n).filter(([a, b]) => Math.abs(a - placed[n][0]) < 130 && Math.abs(b - placed[n][1]) < 30).length;
-    const end = placed[n][0] > WIDTH - 150;
+    const close = placed.some(([a, b]) => a > placed[n][0] && a - placed[n][0] < 130 && Math.abs(b - placed[n][1]) < 45);
+    const end = placed[n][0] > WIDTH - 150 || close;
     return svg('text', { x: placed[n][0] + (end ? -13 : 13), y: placed[n][1] + 20 + 17 * crowd, 'text-anchor': end ? 'end' : 'start', class: 'strong' }, NAMES[work.kind]);
   });
   return svg('svg', { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: 'img', 'aria-label': label },

@@ -143,7 +143,7 @@ export async function draw(state, open) {
   return {
     nodes: [h('div', { class: 'split' },
       h('figure', { class: 'card' }, h('h2', null, where), grid(data, now, open),
-        key([['all', 'weight exp(s − m), as the step found it'], ['empty', 'masked or not reached'], ['accent', 'this step']]),
+        key([['all', 'weight exp(s − m) as the step found it, paler where smaller'], ['empty', 'masked or not reached'], ['accent', 'this step']]),
         h('figcaption', null, `${data.queries} queries, ${data.keys} keys, head size ${data.head_dim}, ${data.mask || 'all keys allowed'}. Queries go down, keys to the right.`)),
       h('div', null, content))],
     note: step.o ? `${where}. This is the last tile of these queries: after one division, o and lse are complete.` : `${where}.`,
