@@ -399,7 +399,7 @@ struct Decode {
   // lets the products of a step fetch the piece from key k on; false if there is none, or if it is not one stream
   bool fetch(const Head& h, int64_t k, int64_t last) {
     const int64_t n = k < last ? piece(k, last) : 0;
-    const bool one = n > 0 && together(k, n) && filled(c.k, c.D) && (shared() || filled(c.v, c.Dv));
+    const bool one = !c.matrix && n > 0 && together(k, n) && filled(c.k, c.D) && (shared() || filled(c.v, c.Dv));
     const auto of = [&](const Array& a, bool some, int64_t* bytes) {
       *bytes = some ? n * a.stride[1] * a.unit() : 0;
       return Ahead{some ? a.data + key_offset(c, a, h.b, h.hk, k) * a.unit() : reinterpret_cast<const char*>(s), 0};

@@ -14,22 +14,29 @@ struct WideDecode : Decode<K, TILE_K> {
   using S = Store<K>;
   using Base::acc, Base::ahead, Base::all, Base::c, Base::coming_k, Base::coming_v, Base::kt, Base::l, Base::ld,
       Base::ldv, Base::m, Base::rows, Base::s, Base::u, Base::vt, Base::weights;
-  static constexpr int64_t N = lanes<T>;
+  static constexpr int64_t N = lanes<T>, TURNED = TILE_K / S::per;
 
   int64_t width;        // rows, rounded up to vectors
   T mul = T(1);         // log2 scores = mul * products, when plain
   T *loaded, *scratch;  // of the queries, [width][ld]
   T* fix;               // [width]
   Num* queries;         // [heads][depth(ld)][width]
+  Num* turned;          // weights for matrix registers, [width][pairs of keys]
+  const MatrixRegisters registers;
 
-  // whether at least three quarters of the lanes would have rows
-  static bool suits(const Call& c) { return 4 * c.G * c.Tq >= 3 * round_up(c.G * c.Tq, N) && c.G * c.Tq >= N; }
+  // whether at least three quarters of the lanes would have rows; matrix registers are faster even if half are empty
+  static bool suits(const Call& c) {
+    const int64_t rows = c.G * c.Tq;
+    return rows >= N && (c.matrix || 4 * rows >= 3 * round_up(rows, N));
+  }
 
-  WideDecode(const Call& call, Bump& bump) : Base(call, bump), width(round_up(rows, N)) {
+  WideDecode(const Call& call, Bump& bump)
+      : Base(call, bump), width(round_up(rows, N)), registers(c.matrix && bump.base) {
     Base::s_row = 1, Base::s_key = width;
     loaded = bump.take<T>(width * ld), scratch = bump.take<T>(width * ld);
     fix = bump.take<T>(width);
     queries = bump.take<Num>(Base::n_heads * width * S::depth(ld));
+    turned = bump.take<Num>(c.matrix ? width * TURNED : 0);
   }
 
   Item<T> start(Head& h, int64_t b, int64_t hk, TileMask<T>* mask) {
@@ -53,6 +60,9 @@ struct WideDecode : Decode<K, TILE_K> {
     }
     const Num* queries_of = reinterpret_cast<const Num*>(h.q);
     const int64_t depth = S::depth(c.D);
+    if (c.matrix)
+      return SACCADE_ISA::product<K>(n, width, depth, queries_of, width, deep_rows(keys, step, true), s, width, false,
+                                     c.chain());
     const int64_t to_scores = Base::n_heads * steps<T>(n, width, depth),
                   to_sums = Base::n_heads * steps<T>(rows, ldv, S::depth(n));
     ahead.k.bytes = Base::share(coming_k, Base::shared() ? to_scores + to_sums : to_scores);
@@ -95,6 +105,11 @@ struct WideDecode : Decode<K, TILE_K> {
       Num* tile = reinterpret_cast<Num*>(vt);
       S::load_across({c, c.v, h.b, h.hk, all, first, n, c.Dv, false}, tile, ldv);
       S::pair_rows(s, width, n, width, weights);
+      if (c.matrix) {
+        S::turn_tile(weights, width, n, turned, TURNED);
+        return SACCADE_ISA::product<K>(rows, ldv, S::depth(n), tile, ldv, deep_rows(turned, TURNED, true), acc, ldv,
+                                       true);
+      }
       mm<K>(rows, ldv, S::depth(n), tile, ldv, weights, 1, width, acc, ldv, true, CHAIN, during_values());
     } else {
       int64_t stride = 0;

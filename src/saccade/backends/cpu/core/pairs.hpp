@@ -25,6 +25,25 @@ SACCADE_INLINE vec<float> pack_pairs(vec<float> low, vec<float> high) {
   return reinterpret_cast<vec<float>>(
       _mm512_permutexvar_epi16(_mm512_load_si512(order), reinterpret_cast<__m512i>(pair_neighbours(low, high))));
 }
+// Pairs of the numbers of two rows, 32 at a time, for whole groups of 32 among n. Returns how many it has stored, and
+// collects in `finite` whether all were finite. Without a second row, zeros take its place.
+SACCADE_INLINE int64_t weave(const uint16_t* low, const uint16_t* high, int64_t n, uint32_t* out, bool* finite) {
+  alignas(64) static constexpr uint16_t order[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                     8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+  const __m512i first = _mm512_load_si512(order), second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
+  const __m512i exponent = _mm512_set1_epi16(0x7f80);
+  int64_t d = 0;
+  __mmask32 bad = 0;
+  for (; d + 32 <= n; d += 32) {
+    const __m512i a = _mm512_loadu_si512(low + d), b = high ? _mm512_loadu_si512(high + d) : _mm512_setzero_si512();
+    bad |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(a, exponent), exponent);
+    bad |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(b, exponent), exponent);
+    _mm512_storeu_si512(out + d, _mm512_permutex2var_epi16(a, first, b));
+    _mm512_storeu_si512(out + d + 16, _mm512_permutex2var_epi16(a, second, b));
+  }
+  *finite &= bad == 0;
+  return d;
+}
 // the first n of a vector's numbers of bfloat16, widened to words; 0 beyond them
 SACCADE_INLINE ivec<float> load_words(const uint16_t* p, int64_t n) {
   const __mmask16 some = n >= 16 ? 0xffff : static_cast<__mmask16>((1 << (n > 0 ? n : 0)) - 1);
@@ -43,6 +62,7 @@ SACCADE_INLINE vec<float> pack_pairs(vec<float> low, vec<float> high) {
   const uint16x8_t both = reinterpret_cast<uint16x8_t>(pair_neighbours(low, high));
   return reinterpret_cast<vec<float>>(vzip1q_u16(both, vextq_u16(both, both, 4)));
 }
+SACCADE_INLINE int64_t weave(const uint16_t*, const uint16_t*, int64_t, uint32_t*, bool*) { return 0; }
 SACCADE_INLINE ivec<float> load_words(const uint16_t* p, int64_t n) {
   uint16_t some[4] = {};
   if (n < 4) __builtin_memcpy(some, p, static_cast<size_t>((n > 0 ? n : 0)) * 2);

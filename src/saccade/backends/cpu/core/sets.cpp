@@ -107,15 +107,18 @@ const Kernels& matrix_kernels_of(Call& c) {
   return c.matrix ? *set.pairs : kernels_of(c);
 }
 
-const Kernels& decode_kernels_of(const Call& c) {
+const Kernels& decode_kernels_of(Call& c) {
+  c.matrix = false;
   // results that ignore the batch have one way
   if (c.range) return kernels_of(c);
   // few rows read more than they compute, and pairs save widening the keys
-  constexpr int64_t FEW_ROWS = 4;
+  constexpr int64_t FEW_ROWS = 4, SIDE = 16;
   const Choice& choice = current();
   // whether pairs of keys can be read in place, by whole vectors
   const bool whole = c.D % 32 == 0 && c.Dv % 16 == 0, few = c.G * c.Tq <= FEW_ROWS;
-  const bool pairs = choice.set.pairs && whole && (few || !choice.rare_pairs) && suit_pairs(c);
+  // whether the rows of a key head fill matrix registers
+  c.matrix = choice.set.matrix && whole && c.G * c.Tq >= SIDE && suit_pairs(c);
+  const bool pairs = choice.set.pairs && whole && (few || c.matrix || !choice.rare_pairs) && suit_pairs(c);
   return pairs ? *choice.set.pairs : *choice.set.kernels;
 }
 

@@ -24,6 +24,6 @@ const Set& current_set();
 const Kernels& kernels_of(const Call& c);
 const Kernels& matrix_kernels_of(
     Call& c);  // of forward and backward; states in the call whether they use the registers
-const Kernels& decode_kernels_of(const Call& c);
+const Kernels& decode_kernels_of(Call& c);
 
 }  // namespace saccade

@@ -196,10 +196,11 @@ struct Store<Pairs> {
   static bool load_across(const Span& x, uint32_t* out, int64_t ld) {
     const ivec<float> low_exponent = isplat<float>(0x7f80), high_exponent = low_exponent << 16;
     ivec<float> bad = {};
+    bool finite = true;
     for (int64_t r = 0; r < x.n; r += 2, out += ld) {
       const uint16_t* low = row(x, r);
       const uint16_t* high = r + 1 < x.n ? row(x, r + 1) : nullptr;
-      for (int64_t d = 0; d < ld; d += lanes<float>) {
+      for (int64_t d = weave(low, high, x.width, out, &finite); d < ld; d += lanes<float>) {
         const int64_t left = x.width - d;
         const ivec<float> second = high ? load_words(high + d, left) << 16 : ivec<float>{};
         const ivec<float> both = load_words(low + d, left) | second;
@@ -207,7 +208,7 @@ struct Store<Pairs> {
         store(reinterpret_cast<float*>(out + d), reinterpret_cast<vec<float>>(both));
       }
     }
-    return !any(bad);
+    return finite && !any(bad);
   }
   // bf16 keeps its input unchanged: the factor of the scores is applied elsewhere
   static void turn(const float* rows, int64_t ld, int64_t padded, int64_t width, double, float* scratch,
