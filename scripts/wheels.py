@@ -1,6 +1,7 @@
 """Builds the sdist, from it a manylinux wheel per CPython (abi3 from 3.12), and tries each wheel without a compiler.
 
-A wheel for arm64 is cross-compiled and tried under qemu, for the Python that scripts/arm64.py has. abi3audit must find nothing but the stable ABI of CPython in an abi3 wheel.
+A wheel for arm64 is cross-compiled and tried under qemu, for the Python that scripts/arm64.py has. abi3audit must find
+nothing but the stable ABI of CPython in an abi3 wheel.
 
 Interpreters are `python3.X` on PATH, or those of pyenv if its command exists. A missing one is named and skipped.
 """

@@ -39,9 +39,7 @@ def generate(
     sinks: Annotated[int | None, typer.Option(help="With --window: first tokens whose keys are kept. (4)")] = None,
     window: Annotated[int, typer.Option(help="Keep only the keys of this many last tokens; 0 keeps all.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
-    chunk: Annotated[
-        int | None, typer.Option(help="Tokens of a prompt read at a time. (256, and more of few prompts)")
-    ] = None,
+    chunk: Annotated[int | None, typer.Option(help="Tokens of a prompt read at a time. (256 or more)")] = None,
     rows: Annotated[int, typer.Option(help="Tokens of each pass of --prompts, so that texts ignore the batch.")] = 0,
     dtype: Annotated[str, typer.Option(help="Dtype of weights and keys: float32 or bfloat16.")] = "float32",
     quantised: Annotated[str | None, typer.Option(help="Store keys and values as int8, fp8 or int4 codes.")] = None,
@@ -70,8 +68,7 @@ def generate(
         texts = prompt or [PROMPT] if prompts is None else read_prompts(prompts)
         prompt_tokens, first = open_ended(tokenizer, texts)
         sampler = Sampler(temperature, top_k, top_p)
-        options = dict[str, Any](seed=seed, first=first, backend=backend, quantised=quantised)
-        options |= {} if chunk is None else {"chunk": chunk}
+        options = dict[str, Any](seed=seed, first=first, chunk=chunk, backend=backend, quantised=quantised)
         options["draft"] = drafts = Draft.of(draft)
         if prompts is not None:
             served = serve(net, prompt_tokens, tokens, sampler, batch=batch or 8, rows=rows or None, **options)

@@ -16,7 +16,7 @@ from .blocks import Decoder
 from .drafts import Draft, Text, Tree, depth_of, walk
 from .experts import Experts
 from .replay import AHEAD, PagedSteps, replayable
-from .sampling import Sampler, allow, check_lengths
+from .sampling import CHUNK, Sampler, allow, check_lengths
 from .stores import PagedTokens
 
 
@@ -52,7 +52,7 @@ def serve(
     page_size: int = 16,
     seed: int = 0,
     first: np.ndarray | None = None,
-    chunk: int = 256,
+    chunk: int | None = None,
     rows: int | None = None,
     quantised: str | None = None,
     draft: str | Draft | None = None,
@@ -61,11 +61,11 @@ def serve(
     """Yields (number of the prompt, its new tokens) when a prompt ends: at an end token, or after `tokens` tokens.
 
     At most `batch` prompts run at the same time. Each step is one pass: it reads up to `chunk` tokens of every prompt
-    that has unread ones, and draws one token, or those of a draft, for every other prompt. When a prompt ends, the next
-    one takes its place. It shares the pages of the longest prefix that it has in common with a running prompt, or with
-    a prompt that has ended and whose pages were not reused (`PrefixCache`). Draws depend on the seed and the prompt's
-    number, not on the other prompts. On an NVIDIA GPU, while no prompt has unread tokens, steps are replays of one CUDA
-    graph, up to 16 before the next prompt may begin.
+    that has unread ones (256 for None), and draws one token, or those of a draft, for every other prompt. When a prompt
+    ends, the next one takes its place. It shares the pages of the longest prefix that it has in common with a running
+    prompt, or with a prompt that has ended and whose pages were not reused (`PrefixCache`). Draws depend on the seed
+    and the prompt's number, not on the other prompts. On an NVIDIA GPU, while no prompt has unread tokens, steps are
+    replays of one CUDA graph, up to 16 before the next prompt may begin.
     rows: compute exactly so many tokens in each pass, the last ones as padding, and attention with
     deterministic="batch". A text then has the same tokens with any other prompts, if the matrix products of the linear
     layers give a row the same bits in any place among these rows. A pass costs as much as one with `rows` tokens.
@@ -88,7 +88,7 @@ def serve(
     if not tokens:
         yield from ((n, []) for n in range(len(prompts)))
         return
-    draft, model = Draft.of(draft), model.eval()
+    draft, model, chunk = Draft.of(draft), model.eval(), chunk or CHUNK
     longest = max((len(prompt) for prompt in prompts), default=0) + tokens + depth_of(draft, model)
     columns, most = -(-longest // page_size) + 1, min(batch, len(prompts))
     # a page more per prompt, because forks copy one, the pages of one more prompt, for prefixes of ended prompts, and

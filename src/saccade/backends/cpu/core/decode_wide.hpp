@@ -14,14 +14,14 @@ struct WideDecode : Decode<K, TILE_K> {
   using S = Store<K>;
   using Base::acc, Base::ahead, Base::all, Base::c, Base::coming_k, Base::coming_v, Base::kt, Base::l, Base::ld,
       Base::ldv, Base::m, Base::rows, Base::s, Base::u, Base::vt, Base::weights;
-  static constexpr int64_t N = lanes<T>, TURNED = TILE_K / S::per;
+  static constexpr int64_t N = lanes<T>, PAIRS_OF_KEYS = TILE_K / S::per;
 
-  int64_t width;        // rows, rounded up to vectors
-  T mul = T(1);         // log2 scores = mul * products, when plain
-  T *loaded, *scratch;  // of the queries, [width][ld]
-  T* fix;               // [width]
-  Num* queries;         // [heads][depth(ld)][width]
-  Num* turned;          // weights for matrix registers, [width][pairs of keys]
+  int64_t width;            // rows, rounded up to vectors
+  T mul = T(1);             // log2 scores = mul * products, when plain
+  T *loaded, *scratch;      // of the queries, [width][ld]
+  T* fix;                   // [width]
+  Num* queries;             // [heads][depth(ld)][width]
+  Num* transposed_weights;  // weights for matrix registers, [width][pairs of keys]
   const MatrixRegisters registers;
 
   // whether at least three quarters of the lanes would have rows; matrix registers are faster even if half are empty
@@ -36,7 +36,7 @@ struct WideDecode : Decode<K, TILE_K> {
     loaded = bump.take<T>(width * ld), scratch = bump.take<T>(width * ld);
     fix = bump.take<T>(width);
     queries = bump.take<Num>(Base::n_heads * width * S::depth(ld));
-    turned = bump.take<Num>(c.matrix ? width * TURNED : 0);
+    transposed_weights = bump.take<Num>(c.matrix ? width * PAIRS_OF_KEYS : 0);
   }
 
   Item<T> start(Head& h, int64_t b, int64_t hk, TileMask<T>* mask) {
@@ -106,9 +106,9 @@ struct WideDecode : Decode<K, TILE_K> {
       S::load_across({c, c.v, h.b, h.hk, all, first, n, c.Dv, false}, tile, ldv);
       S::pair_rows(s, width, n, width, weights);
       if (c.matrix) {
-        S::turn_tile(weights, width, n, turned, TURNED);
-        return SACCADE_ISA::product<K>(rows, ldv, S::depth(n), tile, ldv, deep_rows(turned, TURNED, true), acc, ldv,
-                                       true);
+        S::turn_tile(weights, width, n, transposed_weights, PAIRS_OF_KEYS);
+        return SACCADE_ISA::product<K>(rows, ldv, S::depth(n), tile, ldv,
+                                       deep_rows(transposed_weights, PAIRS_OF_KEYS, true), acc, ldv, true);
       }
       mm<K>(rows, ldv, S::depth(n), tile, ldv, weights, 1, width, acc, ldv, true, CHAIN, during_values());
     } else {
