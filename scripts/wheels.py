@@ -9,15 +9,16 @@ Interpreters are `python3.X` on PATH, or those of pyenv if its command exists. A
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
-
-import arm64
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
+arm64 = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "arm64.py")))
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 ABI3_FROM = "3.12"
 WORK, DIST = ROOT / "build" / "wheel", ROOT / "dist"
