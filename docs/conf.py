@@ -71,7 +71,7 @@ site_pages = {
     "Guide": {
         "Masks": "masks",
         "Modules and existing models": "modules",
-        "Caches and serving": "caches",
+        "KV caches and serving": "caches",
         "Train and generate": "training",
         "Methods of today's models": "methods",
         "Maximum and entropy of each row": "outputs",

@@ -22,8 +22,8 @@ std::vector<std::string> available_isas();  // best first
 void set_isa(const std::string& name);      // throws std::invalid_argument with the available names
 const Set& current_set();
 const Kernels& kernels_of(const Call& c);
-const Kernels& matrix_kernels_of(
-    Call& c);  // of forward and backward; states in the call whether they use the registers
+// of forward and backward, and of decode; they state in the call whether its products use matrix registers
+const Kernels& matrix_kernels_of(Call& c);
 const Kernels& decode_kernels_of(Call& c);
 
 }  // namespace saccade
