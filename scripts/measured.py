@@ -76,6 +76,7 @@ COMPARED = (
     "zen4-decode",
     "zen4-sparse",
     "xeon-headline",
+    "xeon-decode",
     "zen4-v3-headline",
     "zen4-v3-decode",
 )

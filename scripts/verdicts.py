@@ -100,6 +100,7 @@ TASKS = {
     "Two cores, Intel Xeon, with torch SDPA": (
         Task("forward", ["xeon-headline"], kind("forward")),
         Task("backward", ["xeon-headline"], kind("backward")),
+        Task("decode", ["xeon-decode"], without=("naive",)),
         Task("training on documents", ["cpu-training"], ratio=by_note("ratio")),
         Task("training, causal", ["cpu-training"], ours=("saccade, causal",), ratio=by_note("ratio")),
         GENERATION,

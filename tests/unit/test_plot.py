@@ -213,7 +213,7 @@ def test_rows_have_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     single |= {"nvidia-h200-redesign", "nvidia-h200-scores", "nvidia-h200-forms", "nvidia-h200-backward"}
     single |= {"nvidia-h200-eight-bits", "nvidia-h200"}
     single |= {"nvidia-h100-latent-training", "nvidia-h200-head-sizes", "nvidia-h200-triton-3.9"}
-    single |= {"cpu-latent-decode", "cpu-selected", "cpu-batch-invariant", "cpu-forward-mode"}
+    single |= {"cpu-latent-decode", "xeon-latent-decode", "cpu-selected", "cpu-batch-invariant", "cpu-forward-mode"}
     single |= {"cpu-outputs", "cpu-drafts", "cpu-losses"}
     assert {path.stem for path in RESULTS.glob("*.csv")} - single <= drawn
 
