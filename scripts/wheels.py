@@ -94,8 +94,8 @@ def try_without_compiler(version: str, python: Path, wheel: Path) -> None:
 
 def build_arm64(python: Path, sdist: Path) -> Path:
     """The wheel for arm64, unpacked and run under qemu."""
-    soabi = f"cpython-{arm64.VERSION.replace('.', '')}-aarch64-linux-gnu"
-    names = {"_PYTHON_HOST_PLATFORM": "linux-aarch64", "SETUPTOOLS_EXT_SUFFIX": f".{soabi}.so"}
+    suffix = arm64.CORE.name.removeprefix("_core")
+    names = {"_PYTHON_HOST_PLATFORM": "linux-aarch64", "SETUPTOOLS_EXT_SUFFIX": suffix}
     wheel = build(arm64.VERSION, python, sdist, "-arm64", CMAKE_ARGS=" ".join(arm64.cross()), **names)
     folder = WORK / "try-arm64"
     shutil.rmtree(folder, ignore_errors=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import tempfile
 from collections.abc import Callable
 
 try:
@@ -57,8 +56,8 @@ def _missing(error: ImportError) -> Callable[[], None]:
 
 def main() -> None:
     """Run the command line."""
-    # where no desktop has set it, drivers of GPUs print that it is missing
-    os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())
+    # where no desktop has set it, drivers of GPUs print that it is missing; this is no folder, so nothing is read there
+    os.environ.setdefault("XDG_RUNTIME_DIR", os.devnull)
     app()
 
 
