@@ -127,8 +127,8 @@ test-gpu: ## the contract suite on an NVIDIA GPU; PART=1/4 runs a slice
 	  $(if $(filter 1/%,$(PART)),&& { $(GPU_TEST) -n 0 $(TIMED) || test $$? = 5; }))
 
 # one log of the slices, if there are SLICES of them and all are of one commit
-SLICES ?= 10
-test-gpu-log: ## the logs of SLICES=10 slices of test-gpu in one
+SLICES ?= 40
+test-gpu-log: ## the logs of SLICES=40 slices of test-gpu in one
 	cd $(LOGS) && set -- test-gpu-*-of-$(SLICES).log && test $$# = $(SLICES) && \
 	  test "$$(head -qn 1 "$$@" | sort -u | wc -l)" = 1 && { head -n 1 "$$1" && tail -n +2 "$$@"; } > test-gpu.log
 

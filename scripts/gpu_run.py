@@ -4,6 +4,8 @@
 are written as they come, to FOLDER/VERSION with the version of Triton. A part that reaches its limit is interrupted.
 Started again, it continues: tests that passed at this commit are left out, and so are cases that have rows of it. The
 machine needs no git and no network; peers that are not installed are named in the output and in the notes of rows.
+With `--gpus 0,1,0,1`, four parts run at a time, one for each number, on the GPU of that number: for tests, because
+measurements need the machine alone.
 Parts of training read folders of tokens, which `saccade train --preset NAME --data build/tokens/NAME` makes on any
 machine.
 """
@@ -19,12 +21,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-SLICES = 10
+# short ones, because those that an end of the machine interrupts have no log
+SLICES = 40
 # 20 000 random configurations, of which each compiles kernels of its own, take hours
 TESTS = "--deselect tests/contract/test_fuzz.py::test_many_random_configurations"
 
@@ -42,7 +47,7 @@ def tests() -> Iterator[Part]:
         name = f"{n}-of-{SLICES}"
         passed = f"--passed {{folder}}/passed-{{commit}}-{name}.txt"
         words = f'make test-gpu PART={n}/{SLICES} COMMIT={{commit}} LOGS={{folder}} MORE="{TESTS} {passed} {{using}}"'
-        yield Part(f"tests-{name}", 5, (words,))
+        yield Part(f"tests-{name}", 2, (f"{words} {{workers}}",))
 
 
 def suite(name: str, words: str, minutes: float) -> Part:
@@ -144,6 +149,8 @@ def main() -> None:
     words.add_argument(
         "--tokens", type=Path, default=ROOT / "build" / "tokens", help="a folder of tokens for each preset, by its name"
     )
+    words.add_argument("--gpus", default="", help="numbers of GPUs, 0,1,0,1 for two parts at a time on each of two")
+    words.add_argument("--workers", type=int, default=14, help="processes of a part that tests")
     words.add_argument("--limit", type=float, default=525, help="seconds of a part")
     words.add_argument("--dry", action="store_true", help="on the CPU, with stand-ins; tests are only collected")
     args = words.parse_args()
@@ -159,17 +166,28 @@ def main() -> None:
     names = {"folder": str(folder), "commit": commit, "forms": forms}
     names["tokens"] = str(args.tokens.resolve())
     names["using"] = f"--forms {forms}" if forms else ""
+    names["workers"] = f"WORKERS={args.workers}"
     path = [args.triton, str(ROOT / "src"), args.peers, os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONUNBUFFERED": "1"}
-    failed: list[str] = []
-    for part in (PARTS[n - 1] for n in args.parts):
-        end = time.monotonic() + args.limit
-        names["rows"] = str(folder / f"{part.name}.csv")
+    gpus: SimpleQueue[str] = SimpleQueue()
+    for number in args.gpus.split(","):
+        gpus.put(number)
+
+    def status_of(part: Part) -> int:
+        gpu, end, worst = gpus.get(), time.monotonic() + args.limit, 0
+        here = {**env, "CUDA_VISIBLE_DEVICES": gpu} if gpu else env
         for command in part.commands:
-            done = words_of(command, names, args.dry)
-            status = run(done, folder / f"{part.name}.log", env, end - time.monotonic())
+            done = words_of(command, {**names, "rows": str(folder / f"{part.name}.csv")}, args.dry)
+            status = run(done, folder / f"{part.name}.log", here, end - time.monotonic())
             print(f"{part.name}: {shlex.join(done)}: status {status}, Triton {version}, commit {commit}", flush=True)
-            failed += [part.name] if status else []
+            worst = worst or status
+        gpus.put(gpu)
+        return worst
+
+    chosen = [PARTS[n - 1] for n in args.parts]
+    with ThreadPoolExecutor(gpus.qsize()) as pool:
+        statuses = list(pool.map(status_of, chosen))
+    failed = [part.name for part, status in zip(chosen, statuses, strict=True) if status]
     sys.exit(f"failed or interrupted: {', '.join(failed)}" if failed else 0)
 
 
