@@ -42,8 +42,6 @@ html_css_files = ["site.css"]
 html_math_renderer = "mathml"
 html_domain_indices = False
 html_show_sphinx = html_show_copyright = html_copy_source = False
-# the search would read each page by requests, which a folder does not answer
-html_show_search_summary = False
 BRAND = {"light": "#1f4e79", "dark": "#8fbbe0"}
 html_theme_options = {
     f"{theme}_css_variables": {

@@ -11,6 +11,7 @@ without its server.
 from __future__ import annotations
 
 import html
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ TITLES = {
 }
 CHART = re.compile(r"^<!-- chart: ([\w-]+) -->$", re.MULTILINE)
 ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
+PAGE = re.compile(r"docs/([\w/-]+)\.md")
 CELLS = 64
 
 
@@ -51,6 +53,8 @@ def setup(app: Any) -> dict[str, Any]:
     app.connect("builder-inited", write_notebooks)
     app.connect("source-read", extend)
     app.connect("autodoc-skip-member", skips)
+    app.connect("autodoc-process-docstring", link_pages)
+    app.connect("html-page-context", give_texts)
     app.connect("build-finished", export_lab)
     return {"parallel_read_safe": True}
 
@@ -85,6 +89,29 @@ def extend(app: Any, page: str, source: list[str]) -> None:
 def skips(app: Any, what: str, name: str, member: Any, skip: bool, options: Any) -> bool | None:
     """Whether a member is a field of a named tuple, which the docstring of its class describes; else None."""
     return True if (getattr(member, "__doc__", None) or "").startswith("Alias for field number") else None
+
+
+def link_pages(app: Any, what: str, name: str, member: Any, options: Any, lines: list[str]) -> None:
+    """Turn the path of a page in a docstring into a link."""
+    lines[:] = [PAGE.sub(r":doc:`/\1`", line) for line in lines]
+
+
+def give_texts(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Put the texts of all pages into the page of the search: it requests them, which a folder does not answer."""
+    if page == "search":
+        texts = {f"{name}.html": _texts(app.env.get_doctree(name)) for name in sorted(app.env.found_docs)}
+        # a text must not end the script
+        words = json.dumps(texts).replace("<", "\\u003c")
+        app.add_js_file(None, body=f"const texts = {words}; window.fetch = async (url) => new Response(texts[url]);")
+
+
+def _texts(page: nodes.document) -> str:
+    """What the search takes for the page: each section with its own text."""
+    parts = []
+    for section in page.findall(nodes.section):
+        own = (one.astext() for one in section.children if not isinstance(one, (nodes.section, nodes.raw)))
+        parts.append(f'<p id="{section["ids"][0]}">{html.escape(" ".join(own))}</p>')
+    return f'<div role="main">{"".join(parts)}</div>'
 
 
 def _masks(expressions: list[str], tokens: int) -> str:

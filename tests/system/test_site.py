@@ -138,7 +138,9 @@ def complaints(site: Path, pages: list[str], browser: Any, theme: str, width: in
     wrong += wrong_in_charts(page, site, theme, width)
     page.goto(f"{(site / 'search.html').as_uri()}?q=padding")
     page.wait_for_selector("#search-results li a")
+    page.wait_for_selector("#search-results .context")
     assert "Cookbook" in page.inner_text("#search-results")
+    assert "padding" in page.inner_text("#search-results .context >> nth=0").lower()
     context.close()
     return wrong
 
