@@ -22,7 +22,7 @@ SHOTS = (
     ("maps", "maps?layer=3&head=3", 1280, 1130, "light"),
     ("roofline", "roofline", 1280, 1140, "dark"),
     ("caches", "caches?model=llama-2-70b", 768, 1290, "light"),
-    ("kernels", "kernels?t=128", 1280, 860, "light"),
+    ("kernels", "kernels?t=128", 1280, 960, "light"),
     ("phone", "softmax?step=2", 375, 812, "dark"),
 )
 

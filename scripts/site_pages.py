@@ -99,7 +99,7 @@ def link_pages(app: Any, what: str, name: str, member: Any, options: Any, lines:
 def give_texts(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
     """Put the texts of all pages into the page of the search: it requests them, which a folder does not answer."""
     if page == "search":
-        texts = {f"{name}.html": _texts(app.env.get_doctree(name)) for name in sorted(app.env.found_docs)}
+        texts = {f"./{name}.html": _texts(app.env.get_doctree(name)) for name in sorted(app.env.found_docs)}
         # a text must not end the script
         words = json.dumps(texts).replace("<", "\\u003c")
         app.add_js_file(None, body=f"const texts = {words}; window.fetch = async (url) => new Response(texts[url]);")
@@ -111,7 +111,7 @@ def _texts(page: nodes.document) -> str:
     for section in page.findall(nodes.section):
         own = (one.astext() for one in section.children if not isinstance(one, (nodes.section, nodes.raw)))
         parts.append(f'<p id="{section["ids"][0]}">{html.escape(" ".join(own))}</p>')
-    return f'<div role="main">{"".join(parts)}</div>'
+    return '<div role="main">' + " ".join(parts) + "</div>"
 
 
 def _masks(expressions: list[str], tokens: int) -> str:

@@ -42,6 +42,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--most", type=int, default=1 << 30, help="at most so many cases of a test, drawn by --seed")
     parser.addoption("--one-in", type=int, default=1, help="of so many tests one, drawn by --seed, unless --all")
     parser.addoption(
+        "--every", type=int, default=1, help="of the tests that draw random configurations every n-th, also with --all"
+    )
+    parser.addoption(
         "--emulated", action="store_true",
         help="with --all, every case also on drivers of software and in Triton's interpreter: hours each",
     )  # fmt: skip
@@ -103,7 +106,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     On WebGPU's drivers of software a few of every contract test, others on each.
     """
-    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
+    if (every := config.getoption("--every")) > 1:
+        left = [item for item in items if (_drawn(item) or 0) % every]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if not (_drawn(item) or 0) % every]
+    items.sort(key=lambda item: not _long(item))
     _slice(config, items)
     _leave_out(config, items)
     if config.getoption("--all"):
@@ -131,17 +138,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _spread(items)
 
 
+def _drawn(item: pytest.Item) -> int | None:
+    """The number of a test that draws random configurations: its parameter `part`."""
+    part = item.callspec.params.get("part") if hasattr(item, "callspec") else None
+    return part if isinstance(part, int) else None
+
+
+def _long(item: pytest.Item) -> bool:
+    """Whether a test may run for minutes, as random configurations do where each compiles kernels of its own."""
+    marker = item.get_closest_marker("timeout")
+    return _drawn(item) is not None or (marker is not None and not 0 < marker.args[0] < 600)
+
+
 def _spread(items: list[pytest.Item]) -> None:
     """Order tests so that every process begins with its share of those that run for minutes.
 
     Otherwise one process would run them all, after the others have ended. pytest-xdist gives each process an equal run
     of the list.
     """
-    long: list[pytest.Item] = []
-    rest: list[pytest.Item] = []
-    for item in items:
-        marker = item.get_closest_marker("timeout")
-        (long if marker and not 0 < marker.args[0] < 600 else rest).append(item)
+    long = [item for item in items if _long(item)]
+    rest = [item for item in items if not _long(item)]
     spread, workers = list[pytest.Item](), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     for n in range(workers):
         size = (len(items) - len(spread)) // (workers - n)

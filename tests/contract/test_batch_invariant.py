@@ -18,8 +18,6 @@ from saccade.testing.inputs import NEEDLES, make
 from saccade.testing.run import computed, verify
 
 PER_TEST = 10
-# each composition compiles kernels of its own on a GPU, which takes minutes
-pytestmark = pytest.mark.timeout(1800)
 KINDS = ("random", *NEEDLES)
 DTYPES = {"cpu": ("float32", "bfloat16", "float16", "float64")}
 ON_DEVICES = ("float32", "bfloat16", "float16")

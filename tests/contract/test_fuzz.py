@@ -58,7 +58,6 @@ def step(backend: str, everything: bool) -> int:
     return 1 if backend != "webgpu" or everything else 25
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.sample(40)
 @pytest.mark.parametrize("part", range(1000 // PER_TEST))
 def test_random_configurations(backend, near_misses, part, request) -> None:
@@ -66,7 +65,6 @@ def test_random_configurations(backend, near_misses, part, request) -> None:
     check(range(first, first + PER_TEST, step(backend, request.config.getoption("--all"))), backend, near_misses)
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.sample(40)
 @pytest.mark.parametrize("part", range(1000 // PER_TEST))
 def test_tangents_of_random_configurations(backend, near_misses, part, request) -> None:

@@ -35,7 +35,6 @@ def test_case(backend, near_misses, case, dtype, seed, kinds) -> None:
         require(run.verify(x, backend, more=True), f"{case} {dtype} {kind} seed {seed}")
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.sample(20)
 @pytest.mark.parametrize("part", range(1000 // PER_TEST))
 def test_random_configurations(backend, near_misses, part) -> None:

@@ -90,7 +90,6 @@ def check(seed: int, backend: str) -> None:
     require(measure_all(o, wanted, standard, numpy_dtype(dtype)), f"decode {case} {dtype} {kind}")
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("part", range(1000 // PER_TEST))
 def test_random_trees(backend, part, request) -> None:

@@ -15,6 +15,7 @@ from saccade.lab.query import LABELS
 pytestmark = pytest.mark.timeout(300)
 VIEWS = ("mask", "softmax", "maps", "roofline", "caches", "kernels")
 Watch = Callable[..., Any]
+CUT = "(e) => e.scrollWidth > e.clientWidth"
 
 # another value for each control, by view and name; a select takes its last choice
 VALUES = {
@@ -43,6 +44,8 @@ def test_every_view_is_accessible_at_every_width(watched: Watch, axe: str, view:
             assert page.locator(".out").inner_text().strip()
             assert page.locator(".error").count() == 0
             assert overflow(page) == 0, (view, width)
+            if width == 1280:
+                assert page.evaluate(f"[...document.querySelectorAll('.scroll')].filter({CUT}).length") == 0, view
             assert page.evaluate("document.documentElement.dataset.theme") == theme
             if width == 768:
                 continue

@@ -86,15 +86,19 @@ function card(set, found) {
     recorded(found.job));
 }
 
+// 0, 1, 2 and 5 as 0–2 5
+const ranges = (numbers) => numbers.map((n, i) => (numbers[i - 1] !== n - 1 ? ` ${n}` : numbers[i + 1] === n + 1 ? '' : `–${n}`)).join('').trim();
+
 // the dispatches of a job, its buffers, and its shaders
 function recorded(job) {
   const named = Object.entries(job.arrays);
   const roleOf = (n) => named.filter(([, array]) => array.buffer === n).map(([name, array]) => `${name} [${array.shape.join(', ')}]`).join(', ');
-  const steps = job.steps.map((step) => [step.entry, step.grid.join(' × '), step.threads.filter((n) => n > 1).join(' × ') || '1', `${count(step.memory)} B`,
-    step.bindings.map(([buffer]) => buffer).join(' ')]);
+  const steps = job.steps.map((step) => [step.entry,
+    [step.grid.join(' × '), h('small', null, `of ${step.threads.filter((n) => n > 1).join(' × ') || '1'} threads, ${count(step.memory)} B`)],
+    ranges(step.bindings.map(([buffer]) => buffer))]);
   const buffers = job.buffers.map((buffer, n) => [String(n), roleOf(n) || 'internal', `${count(buffer.size)} B`, buffer.data ? 'numbers' : 'zeros']);
   return [
-    table('Dispatches', ['', 'workgroups', 'threads', 'workgroup memory', 'buffers'], steps),
+    table('Dispatches; threads and memory are of one workgroup', ['', 'workgroups', 'buffers'], steps),
     h('details', null, h('summary', null, `${buffers.length} buffers`), table('Buffers before the first dispatch', ['', 'array', 'size', 'content'], buffers)),
     job.texts.map((text, n) => h('details', null, h('summary', null, `WGSL of ${job.steps.find((step) => step.text === n).entry}`), h('pre', { tabindex: '0' }, text))),
   ];
