@@ -7,12 +7,14 @@ Causal linear attention over lengths (B = 1, H = 8, K = V = 64, float32) is comp
 and of torch, and with the chunked form in torch, plain and compiled. The other rules are compared at T = 4096 with
 chunked forms in torch and in transformers. One token with a state is measured as well. Forward, and forward with
 backward ("both"), run in turn in one process. `error` is the largest difference from Saccade's float64 result, relative
-to its largest number. Softmax attention computes something else and has no error.
+to its largest number. Softmax attention computes something else and has no error. The rate of Saccade's forward counts
+the products of its chunks, and its ceiling is the rate of multiply-adds that the same run reached.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ import saccade
 from saccade import mask, recurrent
 from saccade.cli.bench.clocks import in_turn
 from saccade.cli.bench.machine import Environment, environment
+from saccade.cli.bench.measure import Ceiling
 from saccade.cli.bench.rows import NAN, Row, note, write
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
@@ -146,7 +149,13 @@ def both(f: Form, x: Tensors, do: Tensor) -> Callable[[], None]:
     return call
 
 
-def run(case: Case, env: Environment) -> Iterator[Row]:
+def flops(x: Tensors) -> int:
+    """FLOPs of the forward's products: with the state, and of the pairs of tokens in chunks of 16 or 32."""
+    delta, chunk = "beta" in x, 16 if "gates" in x or "beta" in x else 32
+    return x["q"].shape[1] * H * 2 * D * (D * (2 + delta) + (chunk + 1) * (1 + delta))
+
+
+def run(case: Case, env: Environment, ceiling: float) -> Iterator[Row]:
     """A row for each provider and pass."""
     forms = {"saccade": case.ours, **case.peers, **case.others}
     with torch.no_grad():
@@ -164,15 +173,19 @@ def run(case: Case, env: Environment) -> Iterator[Row]:
         for name, time in times.items():
             error = NAN if name in case.others else float((outputs[name] - truth).abs().max() / truth.abs().max())
             ratio = note({"ratio": time.median / times["saccade"].median})
-            yield Row(*env, case.name, name, kind, "float32", error=error, note=ratio, **time._asdict())
+            row = Row(*env, case.name, name, kind, "float32", error=error, note=ratio, **time._asdict())
+            if name == "saccade" and kind == "forward":
+                rate = flops(case.inputs) / time.median
+                row = replace(row, rate=rate / 1e9, rate_unit="GFLOP/s", ceiling=ceiling / 1e9, fraction=rate / ceiling)
+            yield row
 
 
 def main() -> None:
     """Measure and write the rows."""
     args = parser(__doc__).parse_args()
-    env = environment(args.commit)
+    env, ceiling = environment(args.commit), Ceiling().flops("float32")
     picked = chosen((case for case in cases() if args.only in case.name), args.part)
-    write(args.out, (row for case in picked for row in run(case, env)))
+    write(args.out, (row for case in picked for row in run(case, env, ceiling)))
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ struct RecurrentForward : Chunk<T> {
   void step(int64_t t, int64_t n) {
     check_stop();
     this->load_queries(t, n), this->load_tokens(t, n, S);
+    this->fetch_tokens(t + n, min64(c.chunk, this->stop - t - n));
     // a NaN or an infinity in a value must not reach earlier tokens, not even times 0
     if (n > 1 && !finite(n)) {
       for (int64_t r = 0; r < n; ++r) step(t + r, 1);
@@ -62,8 +63,7 @@ struct RecurrentForward : Chunk<T> {
   }
   // what the tokens read from the state
   void past(int64_t n, bool add) {
-    this->weigh(n, q, from, this->outer(), x);
-    mm<Plain<T>>(n, Wp, c.F, S, Wp, x, Fp, 1, o, Wp, add);
+    mm<Plain<T>>(n, Wp, c.F, S, Wp, this->weighed(n, q, from, this->outer(), q), Fp, 1, o, Wp, add);
   }
   void write(int64_t t, int64_t n) {
     for (int64_t r = 0; r < n; ++r) {

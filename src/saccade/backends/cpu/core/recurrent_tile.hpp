@@ -109,6 +109,23 @@ struct Chunk {
     load_keys(t, n);
     if (c.delta) solve(n, S);
   }
+  // Asks for numbers of a head's rows, which another chunk will read: in memory the rows are far apart. Compilers drop
+  // calls of a function that only does this, so it is never one.
+  __attribute__((always_inline)) void fetch(const Array& of, int64_t t, int64_t n, int64_t number,
+                                            int64_t count) const {
+    const int64_t bytes = count * of.unit();
+    for (int64_t r = 0; r < n; ++r) {
+      const char* row = of.data + (at(of, t + r, 0) + number) * of.unit();
+      for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(row + b, 0, 2);
+    }
+  }
+  __attribute__((always_inline)) void fetch_tokens(int64_t t, int64_t n) const {
+    fetch(c.q, t, n, hk * c.q.stride[2], c.K), fetch(c.k, t, n, hk * c.k.stride[2], c.K);
+    fetch_values(c.v, t, n);
+  }
+  __attribute__((always_inline)) void fetch_values(const Array& of, int64_t t, int64_t n) const {
+    fetch(of, t, n, h * of.stride[2] + column, values());
+  }
   void load_queries(int64_t t, int64_t n) {
     for (int64_t r = 0; r < n; ++r) read_row(c.q, at(c.q, t + r, hk), c.K, q + r * Fp), map_features(c, q + r * Fp, Fp);
   }
@@ -154,7 +171,12 @@ struct Chunk {
         store(to + r * Fp + f, r + 1 < n ? load(to + (r + 1) * Fp + f) * load(a + (r + 1) * Fp + f) : splat(T(1)));
   }
 
-  // out = rows [n][Fp] times `factors` of this chunk (from or to) and `mul`
+  // rows [n][Fp] times `factors` of this chunk (from or to) and `mul`: in out, or the rows themselves if all are 1
+  const T* weighed(int64_t n, const T* rows, const T* factors, T mul, T* out) const {
+    if (!c.decay && mul == T(1)) return rows;
+    weigh(n, rows, factors, mul, out);
+    return out;
+  }
   void weigh(int64_t n, const T* rows, const T* factors, T mul, T* out) const {
     for (int64_t r = 0; r < n; ++r) {
       const T one = c.decay == HEAD ? factors[r] * mul : mul;
@@ -176,9 +198,10 @@ struct Chunk {
     lower(n, [&](int64_t r0, int64_t rows, int64_t columns) {
       mm<Plain<T>>(rows, pad(columns), c.F, kt, Cp, y + r0 * Fp, Fp, 1, out + r0 * Cp, Cp, false);
       for (int64_t r = r0; r < r0 + rows; ++r)
-        for (int64_t s = 0; s < columns; ++s) {
-          T& x = out[r * Cp + s];
-          x = s + apart <= r ? x * mul * gamma[r * Cp + s] : T(0);
+        for (int64_t s = 0; s < columns; s += lanes<T>) {
+          T* at = out + r * Cp + s;
+          const ivec<T> seen = iota<T>() <= isplat<T>(r - s - apart);
+          store(at, seen ? load(at) * mul * load(gamma + r * Cp + s) : vec<T>{});
         }
     });
   }
@@ -204,8 +227,7 @@ struct Chunk {
 
   // the delta rule: e is the value minus the state's current value for its key, u = beta e; a triangular system in u
   void solve(int64_t n, const T* S) {
-    weigh(n, k, from, T(1), x);
-    mm<Plain<T>>(n, Wp, c.F, S, Wp, x, Fp, 1, u, Wp, false);
+    mm<Plain<T>>(n, Wp, c.F, S, Wp, weighed(n, k, from, T(1), x), Fp, 1, u, Wp, false);
     for (int64_t i = 0; i < n * Wp; i += lanes<T>) store(e + i, load(e + i) - load(u + i));
     if (n > 1) {
       turn_keys(n);
@@ -239,14 +261,13 @@ struct Chunk {
   // the Taylor map contains the scale in its terms
   T outer() const { return c.feature == Feature::taylor ? T(1) : static_cast<T>(c.scale); }
 
-  // S after the chunk's tokens: decayed to their end, plus their own terms; overwrites x
+  // S after the chunk's tokens: decayed to their end, plus their own terms; decays k
   void advance(int64_t n, T* S) {
     for (int64_t f = 0; c.decay && f < c.F; ++f) {
       const T total = from[(n - 1) * decays() + (by_channel() ? f : 0)];
       for (int64_t w = 0; w < Wp; w += lanes<T>) store(S + f * Wp + w, load(S + f * Wp + w) * total);
     }
-    weigh(n, k, to, T(1), x);
-    mm<Plain<T>>(c.F, Wp, n, u, Wp, x, 1, Fp, S, Wp, true);
+    mm<Plain<T>>(c.F, Wp, n, u, Wp, weighed(n, k, to, T(1), k), 1, Fp, S, Wp, true);
   }
 };
 
