@@ -6,6 +6,7 @@ import operator
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -147,7 +148,13 @@ def specs_of(descale: Any, array: type, one: Callable[[Any], Spec]) -> Any:
 
 def spec(x: Any, place: str) -> Spec:
     """The Spec of an array with a NumPy dtype."""
-    return Spec(x.shape, x.dtype.name, place)
+    return Spec(x.shape, name_of(x.dtype), place)
+
+
+@lru_cache(maxsize=64)
+def name_of(dtype: np.dtype[Any]) -> str:
+    """The name of a NumPy dtype, which NumPy builds anew each time, in microseconds."""
+    return dtype.name
 
 
 def rows_of(outputs: Outputs) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ..backends import Inputs, Outputs
 from ..operands import NO_SIDE, Request
 from ..problem import check_gradients
-from .call import LentArrays, first_keys, gradients_of, prepare, rows_of, spec
+from .call import LentArrays, first_keys, gradients_of, name_of, prepare, rows_of, spec
 from .source import STRIDED, Source, pages_in_use, stored
 
 Array = NDArray[Any]
@@ -88,7 +88,7 @@ def carrier(x: Array) -> Array:
     # kernels read any strides, except in the last dimension
     if (x.strides[-1] != x.itemsize and x.shape[-1] != 1) or not x.flags.aligned:
         x = np.ascontiguousarray(x)
-    return x.view(np.uint16) if x.dtype.name == "bfloat16" else x
+    return x.view(np.uint16) if name_of(x.dtype) == "bfloat16" else x
 
 
 def _restore(x: Array, dtype: np.dtype[Any]) -> Array:

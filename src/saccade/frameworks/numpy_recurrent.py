@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from ..arrays import numpy_dtype
 from ..backends import choose_recurrent
 from ..errors import Unsupported
+from ..operands import Spec
 from ..recurrent.family import Family, check_borders
 from .call import spec
 from .numpy import array, carrier
@@ -27,8 +29,12 @@ def prepare(family: Family, inputs: dict[str, Any], options: Any) -> tuple[Any, 
     arrays: dict[str, Any] = {}
     for name, x in inputs.items():
         arrays[name] = None if x is None else np.asarray(x) if name in family.integers else array(name, x)
-    problem = family.describe({n: None if x is None else spec(x, "cpu") for n, x in arrays.items()}, options)
-    backend = choose_recurrent(problem, options.backend)
+    specs = tuple(None if arrays[n] is None else spec(arrays[n], "cpu") for n in family.names)
+    try:
+        problem, backend = _described(family, options, specs)
+    except TypeError:
+        # an unhashable option has a wrong type; `describe` raises the error about it
+        problem, backend = _described.__wrapped__(family, options, specs)
     if backend.TAKES_TENSORS:
         raise Unsupported(
             str(options.backend), ["its recurrences take torch tensors: convert arrays with torch.from_numpy"]
@@ -36,6 +42,12 @@ def prepare(family: Family, inputs: dict[str, Any], options: Any) -> tuple[Any, 
     if arrays.get("cu_seqlens") is not None:
         arrays["cu_seqlens"] = check_borders(arrays["cu_seqlens"], problem.T)
     return problem, backend, {n: x if x is None or n in family.integers else carrier(x) for n, x in arrays.items()}
+
+
+@lru_cache(maxsize=512)
+def _described(family: Family, options: Any, specs: tuple[Spec | None, ...]) -> tuple[Any, Any]:
+    problem = family.describe(dict(zip(family.names, specs, strict=True)), options)
+    return problem, choose_recurrent(problem, options.backend)
 
 
 def restored(x: NDArray[Any], dtype: str) -> NDArray[Any]:

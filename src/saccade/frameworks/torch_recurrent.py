@@ -80,7 +80,10 @@ def _prepare(family: Family, tensors: Tensors, options: Any) -> tuple[Any, Any]:
 
 def _lend(family: Family, backend: Any, problem: Any, tensors: Tensors) -> dict[str, Any]:
     give = run.giver(backend)
-    arrays = {n: None if x is None else give(run.dense(x.detach())) for n, x in zip(family.names, tensors, strict=True)}
+    arrays = {
+        n: None if x is None else give(run.dense(x.detach() if x.requires_grad else x))
+        for n, x in zip(family.names, tensors, strict=True)
+    }
     borders = arrays.get("cu_seqlens")
     if borders is not None and not isinstance(borders, Tensor):
         arrays["cu_seqlens"] = check_borders(borders, problem.T)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 from ..operands import Spec
@@ -73,7 +74,7 @@ class Diagonal(Uses):
         """The shape of a state."""
         return self.S, self.D
 
-    @property
+    @cached_property
     def outputs(self) -> tuple[Spec, ...]:
         """y [B, T, D] and the final state."""
         y = Spec((self.B, self.T, self.D), self.dtype, self.device)

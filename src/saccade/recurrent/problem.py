@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Set
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 from ..operands import Spec, number
@@ -114,7 +115,7 @@ class Matrix(Uses):
         """The dtype of states and sums."""
         return accumulator(self.dtype)
 
-    @property
+    @cached_property
     def outputs(self) -> tuple[Spec, ...]:
         """o [B, T, H, V] and the final state [N, H, F, columns]."""
         state = (self.N, self.H, self.F, self.columns)

@@ -7,7 +7,7 @@ namespace saccade::SACCADE_ISA {
 template <class T>
 struct RecurrentForward : Chunk<T> {
   using Base = Chunk<T>;
-  using Base::c, Base::Fp, Base::Wp, Base::Cp, Base::q, Base::u, Base::p, Base::x, Base::from, Base::width;
+  using Base::c, Base::Fp, Base::Wp, Base::Cp, Base::q, Base::k, Base::u, Base::p, Base::from;
   T *S, *o;
 
   RecurrentForward(const Recurrence& call, int64_t task, Bump& bump) : Base(call, task, bump) {
@@ -43,9 +43,10 @@ struct RecurrentForward : Chunk<T> {
   void step(int64_t t, int64_t n) {
     check_stop();
     this->load_queries(t, n), this->load_tokens(t, n, S);
+    if (n == 1) return one(), write(t, 1);
     this->fetch_tokens(t + n, min64(c.chunk, this->stop - t - n));
     // a NaN or an infinity in a value must not reach earlier tokens, not even times 0
-    if (n > 1 && !finite(n)) {
+    if (!finite(n)) {
       for (int64_t r = 0; r < n; ++r) step(t + r, 1);
       return;
     }
@@ -55,6 +56,33 @@ struct RecurrentForward : Chunk<T> {
     });
     past(n, true), write(t, n);
     this->advance(n, S);
+  }
+  // o and the next state of one token, for which the state is read and written once
+  void one() {
+    int64_t w = 0;
+    for (; w + 4 * lanes<T> <= Wp; w += 4 * lanes<T>) columns<4>(w);
+    for (; w < Wp; w += lanes<T>) columns<1>(w);
+  }
+  template <int NV>
+  void columns(int64_t w) {
+    constexpr int64_t N = lanes<T>;
+    const T mul = this->outer();
+    vec<T> value[NV], total[NV];
+    for (int v = 0; v < NV; ++v) value[v] = load(u + w + v * N), total[v] = vec<T>{};
+    for (int64_t first = 0; first < c.F; first += CHAIN) {
+      vec<T> sum[NV];
+      for (int v = 0; v < NV; ++v) sum[v] = vec<T>{};
+      for (int64_t f = first; f < min64(first + CHAIN, c.F); ++f) {
+        const T decay = c.decay ? from[this->by_channel() ? f : 0] : T(1), query = q[f] * mul;
+        T* row = S + f * Wp + w;
+        for (int v = 0; v < NV; ++v) {
+          const vec<T> y = load(row + v * N) * decay + value[v] * k[f];
+          store(row + v * N, y), sum[v] += y * query;
+        }
+      }
+      for (int v = 0; v < NV; ++v) total[v] += sum[v];
+    }
+    for (int v = 0; v < NV; ++v) store(o + w + v * N, total[v]);
   }
   bool finite(int64_t n) const {
     Finite<T> seen;
