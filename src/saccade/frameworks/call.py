@@ -153,7 +153,7 @@ def spec(x: Any, place: str) -> Spec:
 
 @lru_cache(maxsize=64)
 def name_of(dtype: np.dtype[Any]) -> str:
-    """The name of a NumPy dtype, which NumPy builds anew each time, in microseconds."""
+    """The name of a NumPy dtype. NumPy takes microseconds to build it each time."""
     return dtype.name
 
 
