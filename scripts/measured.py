@@ -94,6 +94,7 @@ DRAWINGS: dict[str, partial[Chart]] = {
     "zen4-generation": partial(rates, "zen4-generation", unit="tokens per second"),
     "zen4-recurrent": partial(milliseconds, "zen4-recurrent", log=True, chosen=of_4096),
     "zen4-recurrent-crossing": partial(milliseconds, "zen4-recurrent", log=True, chosen=linear),
+    "zen3-recurrent": partial(milliseconds, "zen3-recurrent", log=True, chosen=of_4096),
     "zen4-recurrent-diagonal": partial(milliseconds, "zen4-recurrent-diagonal", log=True),
     "zen4-train-models": partial(trained, "zen4-train-models"),
     "zen4-train-speeds": partial(train_speeds, "zen4-train-models"),
