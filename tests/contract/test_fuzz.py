@@ -24,8 +24,9 @@ def check(numbers: range, backend, near: tuple[str, ...], measures=verify, kind_
     """Every one of these cases is within the tolerance rule, except a few whose mask needs too many bands.
 
     measures: a function (inputs, backend) -> measures; kind_of: how `near` names its cases. Those in `near` are known
-    to err by up to twice the rule, by the noise of rounding; one that no longer does must leave the list of the
-    backend. A dtype in that list is one that the backend lacks.
+    to err by up to twice the rule, by the noise of rounding. They may also be within it: the rule measures how
+    standard attention errs, which depends on the machine's matrix products. A dtype in that list is one that the
+    backend lacks.
     """
     refused, wrong = 0, []
     for n in numbers:
@@ -33,7 +34,7 @@ def check(numbers: range, backend, near: tuple[str, ...], measures=verify, kind_
         try:
             mets = measures(make(case, dtype, kind=kind), backend)
             if f"test_fuzz.py::{kind_of}{case.name}" in near:
-                assert 1 < outside(mets) < 2, (
+                assert outside(mets) < 2, (
                     f"{case.name} is listed as a near miss and errs {outside(mets)} times the rule"
                 )
             else:
