@@ -30,11 +30,13 @@ def prepare(family: Family, inputs: dict[str, Any], options: Any) -> tuple[Any, 
     for name, x in inputs.items():
         arrays[name] = None if x is None else np.asarray(x) if name in family.integers else array(name, x)
     specs = tuple(None if arrays[n] is None else spec(arrays[n], "cpu") for n in family.names)
+    described = _described
     try:
-        problem, backend = _described(family, options, specs)
+        hash(options)
     except TypeError:
         # an unhashable option has a wrong type; `describe` raises the error about it
-        problem, backend = _described.__wrapped__(family, options, specs)
+        described = _described.__wrapped__
+    problem, backend = described(family, options, specs)
     if backend.TAKES_TENSORS:
         raise Unsupported(
             str(options.backend), ["its recurrences take torch tensors: convert arrays with torch.from_numpy"]
