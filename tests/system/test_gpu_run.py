@@ -54,6 +54,16 @@ def test_dry_run(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.timeout(300)
+def test_parts_on_several_gpus(tmp_path: Path) -> None:
+    parts = [PARTS.index(f"tests-{n}-of-40") + 1 for n in (2, 3)]
+    words = "--dry", "--commit", "abc", "--gpus", "0,1", "--workers", "2"
+    done = python("scripts/gpu_run.py", tmp_path, *parts, *words)
+    assert not done.returncode, done.stdout + done.stderr
+    assert len(list(tmp_path.glob("*/test-gpu-*-of-40.log"))) == 2
+    assert "WORKERS=2" in done.stdout
+
+
+@pytest.mark.timeout(300)
 def test_a_part_is_interrupted_at_its_limit(tmp_path: Path) -> None:
     done = dry_run(tmp_path, "dense-forward", "--limit", "1")
     assert done.returncode == 1
