@@ -1,5 +1,7 @@
 // The Python interface of the recurrences with diagonal states: arrays by name. The caller has checked them.
-#include <vector>
+#include <deque>
+#include <string_view>
+#include <utility>
 
 #include "bind.hpp"
 #include "diagonal_types.hpp"
@@ -27,13 +29,15 @@ class Given {
   int64_t size(const char* name, size_t axis) { return static_cast<int64_t>(find(name)->shape(axis)); }
 
  private:
-  const In* find(const char* name) {
-    if (!arrays_.contains(name) || nb::object(arrays_[name]).is_none()) return nullptr;
-    kept_.push_back(nb::cast<In>(arrays_[name]));
-    return &kept_.back();
+  // the conversion of an array takes a microsecond, so each is done once
+  const In* find(std::string_view name) {
+    for (const auto& [known, array] : kept_)
+      if (known == name) return &array;
+    const nb::object array = arrays_.get(name.data(), nb::none());
+    return array.is_none() ? nullptr : &kept_.emplace_back(name, nb::cast<In>(array)).second;
   }
   nb::dict arrays_;
-  std::vector<In> kept_;
+  std::deque<std::pair<std::string_view, In>> kept_;
 };
 
 // the sequences of an array [B, T, ..], with the borders where they are packed into one row
