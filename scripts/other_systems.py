@@ -78,8 +78,11 @@ def clang_words(system: System) -> list[str]:
     said = shlex.split(done.stderr.splitlines()[-1])
     kept = ["-nostdinc", "-nostdinc++"]
     for word, after in itertools.pairwise(said):
-        if word in ("-target", "-isystem"):
+        if word == "-target":
             kept += [word, after]
+        elif word == "-isystem":
+            # relative to this folder, if it contains the compiler
+            kept += [word, os.path.abspath(after)]
         elif word.startswith("-D"):
             kept.append(word)
     # what the C++ library of that macOS lacks is an error
