@@ -29,7 +29,7 @@ namespace {
 
 std::vector<Set> runnable() {
   std::vector<Set> all;
-  const Instructions chip = instructions();
+  [[maybe_unused]] const Instructions chip = instructions();
 #if defined(__x86_64__)
   if (chip.matrix) {
     all.push_back(SACCADE_SET("amx", avx512, kernels_avx512bf16()));
