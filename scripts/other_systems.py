@@ -95,13 +95,13 @@ def compiler(system: System, folder: Path) -> Path:
     path = folder / "clang++"
     compile_words = shlex.join([str(ZIG), "clang", *clang_words(system)])
     link_words = shlex.join([str(ZIG), "c++", "-target", system.target])
-    # Zig's linker reads no list of the symbols that Python defines: on macOS all may be missing
+    # left out: libraries of this machine's Python, and on macOS a list of Python's symbols that Zig's linker does not read
     if system.cmake == "Darwin":
         link_words += " -Wl,-undefined,dynamic_lookup"
     lines = (
         "#!/bin/sh",
         'case " $* " in *" -shared "*|*" -bundle "*)',
-        'for word; do shift; case "$word" in -Wl,@*) ;; *) set -- "$@" "$word" ;; esac; done',
+        'for word; do shift; case "$word" in -ldl|-Wl,@*) ;; *) set -- "$@" "$word" ;; esac; done',
         f'exec {link_words} "$@" ;; esac',
         f'exec {compile_words} "$@"',
     )
@@ -161,8 +161,8 @@ def import_library(system: System, folder: Path) -> Path:
     listing = folder / "python3.def"
     listing.write_text("LIBRARY python3.dll\nEXPORTS\n" + "\n".join(names) + "\n")
     machine = "arm64" if system.processor == "ARM64" else "i386:x86-64"
-    run(ZIG, "dlltool", "-m", machine, "-d", listing, "-l", folder / "libpython3.dll.a", env=environment())
-    return folder / "libpython3.dll.a"
+    run(ZIG, "dlltool", "-m", machine, "-d", listing, "-l", folder / "libpython3.a", env=environment())
+    return folder / "libpython3.a"
 
 
 def definitions(system: System, folder: Path) -> dict[str, object]:
@@ -191,7 +191,7 @@ def definitions(system: System, folder: Path) -> dict[str, object]:
         shutil.copy(windows_configuration(), include / "pyconfig.h")
         stable = import_library(system, folder)
         # CMake demands a library of this version, too, and reads its version in its name
-        own = shutil.copy(stable, folder / f"lib{python.name.replace('.', '')}.dll.a")
+        own = shutil.copy(stable, folder / f"lib{python.name.replace('.', '')}.a")
         defined |= {"Python_LIBRARY": own, "Python_SABI_LIBRARY": stable, "CMAKE_RC_COMPILER": tool(folder, "rc")}
     else:
         defined |= {"CMAKE_INSTALL_NAME_TOOL": "true"}
