@@ -95,7 +95,7 @@ def compiler(system: System, folder: Path) -> Path:
     path = folder / "clang++"
     compile_words = shlex.join([str(ZIG), "clang", *clang_words(system)])
     link_words = shlex.join([str(ZIG), "c++", "-target", system.target])
-    # left out: libraries of this machine's Python, and on macOS a list of Python's symbols that Zig's linker does not read
+    # left out: libraries of this machine's Python, and a list of Python's symbols, which Zig's linker does not read
     if system.cmake == "Darwin":
         link_words += " -Wl,-undefined,dynamic_lookup"
     lines = (
