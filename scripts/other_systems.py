@@ -95,13 +95,16 @@ def compiler(system: System, folder: Path) -> Path:
     path = folder / "clang++"
     compile_words = shlex.join([str(ZIG), "clang", *clang_words(system)])
     link_words = shlex.join([str(ZIG), "c++", "-target", system.target])
-    # left out: libraries of this machine's Python, and a list of Python's symbols, which Zig's linker does not read
+    # left out: libraries of this machine's Python, and a list of Python's symbols, which Zig's linker does not read;
+    # on macOS it crashes where it should make a bundle, so it makes a library of the same files
     if system.cmake == "Darwin":
         link_words += " -Wl,-undefined,dynamic_lookup"
     lines = (
         "#!/bin/sh",
         'case " $* " in *" -shared "*|*" -bundle "*)',
-        'for word; do shift; case "$word" in -ldl|-Wl,@*) ;; *) set -- "$@" "$word" ;; esac; done',
+        'for word; do shift; case "$word" in',
+        '-ldl|-Wl,@*) ;; -bundle) set -- "$@" -shared ;; *) set -- "$@" "$word" ;;',
+        "esac; done",
         f'exec {link_words} "$@" ;; esac',
         f'exec {compile_words} "$@"',
     )
