@@ -68,4 +68,7 @@ def test_the_compiler_of_a_system_gets_flags_as_they_are(name: str, zig: Path, t
     assert "-O0" not in compiled
     assert f"ANNOTATIONS={int(system.cmake == 'Darwin')} " in compiled
     assert compiled.endswith("-march=x86-64-v4 -c a.cpp\n")
-    assert arguments("-shared", "a.o").startswith(f"c++ -target {system.target} -shared")
+    for kind in ("-shared", "-bundle"):
+        linked = arguments(kind, "-ldl", "-Wl,@symbols", "a.o")
+        assert linked.startswith(f"c++ -target {system.target} ")
+        assert linked.endswith(" -shared a.o\n")
