@@ -81,7 +81,9 @@ struct RecurrentBackward : Chunk<T> {
     check_stop();
     this->load_queries(t, n), this->load_tokens(t, n, S), load_gradient(t, n);
     const int64_t before = min64(c.chunk, t - this->first);
-    this->fetch_tokens(t - before, before), this->fetch_values(c.dout, t - before, before);
+    this->fetch_tokens(t - before, before);
+    for (int64_t r = t - before; r < t; ++r)
+      prefetch_row(c.dout, this->at(c.dout, r, this->h) + this->column, Base::values());
     this->weights(n);
     transpose(pad(n), Wp, u, Wp, turned_u, Cp);
     this->lower(n, [&](int64_t r, int64_t rows, int64_t columns) {

@@ -109,22 +109,12 @@ struct Chunk {
     load_keys(t, n);
     if (c.delta) solve(n, S);
   }
-  // Asks for numbers of a head's rows, which another chunk will read: in memory the rows are far apart. Compilers drop
-  // calls of a function that only does this, so it is never one.
-  __attribute__((always_inline)) void fetch(const Array& of, int64_t t, int64_t n, int64_t number,
-                                            int64_t count) const {
-    const int64_t bytes = count * of.unit();
-    for (int64_t r = 0; r < n; ++r) {
-      const char* row = of.data + (at(of, t + r, 0) + number) * of.unit();
-      for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(row + b, 0, 2);
-    }
-  }
+  // prefetches the rows of n tokens for another chunk; always inlined, because compilers drop calls that only do this
   __attribute__((always_inline)) void fetch_tokens(int64_t t, int64_t n) const {
-    fetch(c.q, t, n, hk * c.q.stride[2], c.K), fetch(c.k, t, n, hk * c.k.stride[2], c.K);
-    fetch_values(c.v, t, n);
-  }
-  __attribute__((always_inline)) void fetch_values(const Array& of, int64_t t, int64_t n) const {
-    fetch(of, t, n, h * of.stride[2] + column, values());
+    for (int64_t r = t; r < t + n; ++r) {
+      prefetch_row(c.q, at(c.q, r, hk), c.K), prefetch_row(c.k, at(c.k, r, hk), c.K);
+      prefetch_row(c.v, at(c.v, r, h) + column, values());
+    }
   }
   void load_queries(int64_t t, int64_t n) {
     for (int64_t r = 0; r < n; ++r) read_row(c.q, at(c.q, t + r, hk), c.K, q + r * Fp), map_features(c, q + r * Fp, Fp);
