@@ -17,24 +17,39 @@ from .settings import Settings
 # rows and columns of the matrices by which the peak is measured, on a CPU and on another device
 SIDES = {"cpu": 1536}
 SIDE, REPEATS = 8192, 5
+# seconds of a small product after which a large one, 64 times as long, is not tried
+SLOW = 0.01
 # steps that are not timed
 FIRST = 2
 
 
 def peak(dtype: torch.dtype, device: torch.device) -> float:
-    """The measured rate of a product of square matrices, in FLOP/s: the best of a few."""
-    side = SIDES.get(device.type, SIDE)
+    """The measured rate of a product of square matrices, in FLOP/s: the best of a few.
+
+    Small matrices are first. Where they are slow already, as with bfloat16 on most CPUs, large ones would take minutes.
+    """
+    side, rate = SIDES.get(device.type, SIDE), 0.0
+    for n in (side // 4, side):
+        seconds = product_seconds(n, dtype, device)
+        rate = max(rate, 2 * n**3 / seconds)
+        if seconds > SLOW:
+            break
+    return rate
+
+
+def product_seconds(n: int, dtype: torch.dtype, device: torch.device) -> float:
+    """The least seconds of a few products of matrices of n rows and columns."""
     # not the global generator, whose state is part of a run
     generator = torch.Generator(device).manual_seed(0)
-    a, b = (torch.randn(side, side, device=device, generator=generator).to(dtype) for _ in range(2))
-    best = float("inf")
+    a, b = (torch.randn(n, n, device=device, generator=generator).to(dtype) for _ in range(2))
+    seconds = []
     for _ in range(REPEATS):
         wait(device)
         start = time.perf_counter()
         torch.mm(a, b)
         wait(device)
-        best = min(best, time.perf_counter() - start)
-    return 2 * side**3 / best
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
 
 
 def wait(device: torch.device) -> None:
