@@ -90,6 +90,11 @@ def shrink(module: Any) -> None:
         module.MATRICES = ((1, 256, 2, 16, 16), (1, 128, 2, 16, 16))
         module.SCANS = 2 * ((1, 256, 8, 4),)
         module.SQUARE, module.COPIED = 64, 1 << 10
+    elif name == "nvidia_models":
+        shrink(importlib.import_module("nvidia_recurrent"))
+        module.LATENTS = tuple(case._replace(B=2, T=128, heads=4) for case in module.LATENTS)
+        module.SELECTED = tuple(case._replace(Hq=4, Hk=2) for case in module.SELECTED)
+        module.TOKENS, module.ENTRIES, module.DENSE = 512, 4, 256
     elif name == "training":
         module.settings_of, module.environment = tiny_settings, module.gpu_environment
     elif name == "generation":

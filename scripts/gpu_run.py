@@ -84,6 +84,7 @@ PARTS = (
     recurrent("2/4"),
     recurrent("3/4"),
     recurrent("4/4"),
+    Part("models", 4, ("nvidia_models.py {rows} --resume --using {forms}",)),
     training("llama-30m", 6),
     training("gpt2-124m", 8),
     training("llama-350m", 8),

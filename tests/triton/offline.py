@@ -32,6 +32,7 @@ from saccade.backends.triton import (
     versions,
 )
 from saccade.backends.triton import chip as chips
+from saccade.backends.triton.hopper import latent
 from saccade.backends.triton.hopper.schedule import schedule_of_intervals
 from saccade.mask import causal, documents, parse, select
 from saccade.plan import make_plan
@@ -210,15 +211,21 @@ def of_pages(
 
 
 def of_latent(
-    Tq: int, kind: str | None = None, heads: int = 128, dtype: Any = torch.bfloat16, chip: str = "sm_90", **more: bool
+    Tq: int,
+    kind: str | None = None,
+    heads: int = 128,
+    dtype: Any = torch.bfloat16,
+    chip: str = "sm_90",
+    T: int = 640,
+    **more: bool,
 ) -> dict[str, Taken]:
     """The resources of decode, or of the forward for more queries, with latent rows of DeepSeek-V3's sizes.
 
-    apart: with values in an array of their own.
+    apart: with values in an array of their own. hopper: by the kernel for Hopper.
     """
-    cache = LatentKVCache(2, 640, dtype=dtype, quantised=kind)
+    cache = LatentKVCache(2, T, dtype=dtype, quantised=kind)
     p = Problem(
-        2, Tq, 640, heads, 1, 576, 512, dtype=str(dtype)[6:], device=f"cuda:{chip}", mask=causal(),
+        2, Tq, T, heads, 1, 576, 512, dtype=str(dtype)[6:], device=f"cuda:{chip}", mask=causal(),
         scores=Scores(scale=0.1), quantised=cache.quantised,
     )  # fmt: skip
     plan = make_plan(p, limits(p))
@@ -228,7 +235,11 @@ def of_latent(
         v = cache.v.contiguous() if more.get("apart") else cache.v
         call = launch.AttentionLaunch(p, plan, Inputs(q, cache.k, v, extras))
         assert call.columns == (512, not more.get("apart"))
-        (launch_decode.decode if Tq < 8 else launch.forward)(call, o, torch.empty(2, Tq, heads))
+        if more.get("hopper"):
+            assert latent.takes(call)
+            hopper.run_decode(call, o, torch.empty(2, Tq, heads))
+        else:
+            (launch_decode.decode if Tq < 8 else launch.forward)(call, o, torch.empty(2, Tq, heads))
     return found
 
 

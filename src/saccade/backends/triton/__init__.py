@@ -150,7 +150,7 @@ def decode(problem: Problem, plan: Plan, inputs: Inputs) -> tuple[Tensor, ...]:
     def first() -> tuple[Recorder, list[Tensor]]:
         o, lse = q.new_empty((*rows, problem.Dv)), q.new_empty(rows, dtype=torch.float32)
         call = AttentionRecorder(problem, plan, inputs)
-        launch_decode.decode(call, o, lse)
+        _launch_decode(call, o, lse)
         return call, [o, lse]
 
     if extras.lengths is not None and q.numel() and replayable(problem, plan):
@@ -161,8 +161,12 @@ def decode(problem: Problem, plan: Plan, inputs: Inputs) -> tuple[Tensor, ...]:
     more = launch.more_results(problem, lse)
     if lse.numel():
         with on(q):
-            launch_decode.decode(launch.AttentionLaunch(problem, plan, inputs, more), o, lse)
+            _launch_decode(launch.AttentionLaunch(problem, plan, inputs, more), o, lse)
     return o, lse, *(x for x in more if x is not None)
+
+
+def _launch_decode(call: launch.AttentionLaunch, o: Tensor, lse: Tensor) -> None:
+    (hopper.run_decode if hopper.decodes(call) else launch_decode.decode)(call, o, lse)
 
 
 def follows_lengths(problem: Problem, plan: Plan) -> bool:
@@ -178,7 +182,7 @@ def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
     """
     if not replayable(problem, plan) or not problem.B * problem.Tq * problem.Hq * problem.Dv:
         return None
-    compute = launch_decode.decode if decode and plan.split_keys > 0 else _launch_forward
+    compute = _launch_decode if decode and plan.split_keys > 0 else _launch_forward
     replay = Replay(problem.device)
 
     def call(threads: int, q: Tensor, k: Tensor, v: Tensor, want_lse: bool) -> Any:

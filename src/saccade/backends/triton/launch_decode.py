@@ -41,8 +41,10 @@ def decode(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
 
 def selected(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
     """Compute the lists of selected keys, in ranges if there are few of them, then merge these into o and lse."""
-    p, of, at = call.problem, call.arrays.lists, call.lists(0)
-    tile, keys = tiles.decode_tile(call.chip, p, call.arrays.k.page or 0, of.n * of.block), of.n * of.block
+    p, at = call.problem, call.lists(0)
+    assert p.selection is not None
+    keys = call.arrays.lists.n * p.selection.block
+    tile = tiles.decode_tile(call.chip, p, call.arrays.k.page or 0, keys)
     tile = tile._replace(BM=call.rows_of_group)
     blocks = call.blocks_of_groups(tile.BM)
     wanted = min(2 * multiprocessors(p.device) // max(1, p.B * p.Hk * blocks), keys // tiles.SPLIT_LEAST)
@@ -72,10 +74,16 @@ def _in_ranges(
         config,
     )
     call.start(kernels.decode, p.B * p.Hk * split.n * split.blocks, arrays, *args, tile=tile)
-    if split.n > 1:
-        blocks = Blocks(p.Dv, tiles.block(p.Dv), tiles.block(split.n))
-        args = Results(o, lse, parts, *call.more), call.sinks, n, split.n, p.Hq, blocks
-        call.start(kernels.combine, n, *args, tile=SMALL)
+    if parts is not None:
+        combine(call, parts, split.n, out)
+
+
+def combine(call: AttentionLaunch, parts: Tensor, n: int, out: tuple[Tensor, Tensor]) -> None:
+    """Merge the parts of n ranges into o and lse."""
+    p, (o, lse) = call.problem, out
+    rows, blocks = p.B * p.Tq * p.Hq, Blocks(p.Dv, tiles.block(p.Dv), tiles.block(n))
+    args = Results(o, lse, parts, *call.more), call.sinks, rows, n, p.Hq, blocks
+    call.start(kernels.combine, rows, *args, tile=SMALL)
 
 
 def reach_of(mask: Mask | None) -> tuple[int, int] | None:

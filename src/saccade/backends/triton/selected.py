@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+import triton.language as tl
 
 from ...problem import Problem
-from .chip import upload
+from .chip import interpreted, upload
 from .kernels.selected import Lists
 from .kernels.selected_backward import Chunks
 
@@ -30,15 +31,18 @@ def lists_of(p: Problem, device: torch.device) -> Lists:
     counts = (indices != LAST).sum(-1, dtype=torch.int32)
     # a group has no more rows than there are
     rows = max(1, min(selection.rows, p.Tq))
-    return Lists(indices, counts, heads * groups if batch > 1 else 0, groups, n, selection.block, rows)
+    # the interpreter has plain numbers, with which an operator of a constant on the right fails
+    block = selection.block if interpreted() else tl.constexpr(selection.block)
+    return Lists(indices, counts, heads * groups if batch > 1 else 0, groups, n, block, rows)
 
 
 def chunks_of(lists: Lists, p: Problem, BN: int, rows: int, columns: int) -> Chunks:
     """The lists transposed, for tiles of BN keys, in chunks of at least `rows` rows, and sums of `columns` numbers."""
     batch, heads, groups, n = lists.p.shape
     # bits of 64 blocks are one number
-    blocks = max(1, min(64, BN // lists.block))
-    keys = blocks * lists.block
+    assert p.selection is not None
+    blocks = max(1, min(64, BN // p.selection.block))
+    keys = blocks * p.selection.block
     per_head, tiles = -(-p.Tk // keys), -(-keys // BN)
     cells, size = batch * heads * per_head, -(-rows // (lists.rows * p.G))
     cell, bits = lists.p // blocks, None

@@ -18,7 +18,7 @@ from ....plan_parts import Ranges
 from ....problem import OPTIONS, Problem
 from ...plan_encoding import longest_first
 from .. import versions
-from ..chip import upload
+from ..chip import interpreted, upload
 from ..launch import AttentionLaunch
 from ..on_device import Intervals, every_pair, segments
 from . import sizes
@@ -41,6 +41,9 @@ CHIP = "sm_90"
 DTYPES = ("bfloat16", "float16", EIGHT_BITS)
 # the options of a problem that they compute
 TAKES = {"softcap", "sinks"}
+
+# whether `latent.py` decodes latent rows: not before it has run on a GPU
+LATENT = False
 
 # per plan, data derived from it
 _derived: weakref.WeakKeyDictionary[Plan, dict[Any, Any]] = weakref.WeakKeyDictionary()
@@ -188,6 +191,22 @@ def run_forward(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
     from .forward import forward
 
     forward(call, forward_schedule(call.problem, call.plan, call.device), o, lse)
+
+
+def decodes(call: AttentionLaunch) -> bool:
+    """Whether the kernel for latent rows decodes a call."""
+    if not LATENT or interpreted() or call.chip != CHIP or versions.why_not():
+        return False
+    from . import latent
+
+    return latent.takes(call) and fits(*(x.p for x in call.qkv))
+
+
+def run_decode(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
+    """Compute o and lse of a call that is decoded here."""
+    from . import latent
+
+    latent.decode(call, o, lse)
 
 
 def run_backward(

@@ -102,7 +102,7 @@ def after_softmax(l):
 
 
 @gluon.constexpr_function
-def _row_layout(D: int) -> gl.DistributedLinearLayout:
+def row_layout(D: int) -> gl.DistributedLinearLayout:
     # [64, D] as a product leaves it, but with 8 neighbouring columns per thread: 16-byte stores, exchanged in a warp
     columns = [[0, 1 << i] for i in range(5, D.bit_length() - 1)]
     registers = [[0, 1], [0, 2], [0, 4], *columns, [8, 0]]
@@ -120,7 +120,7 @@ def finish(o, m, l, block, scores, output, COLUMNS: gl.constexpr):
     R: gl.constexpr = m.type.layout
     O: gl.constexpr = o.type.layout
     D: gl.constexpr = o.shape[1]
-    ROWS: gl.constexpr = _row_layout(D)
+    ROWS: gl.constexpr = row_layout(D)
     b, h, Tq = block.b, block.h, output.Tq
     l = gl.convert_layout(gl.sum(l, 1), R)
     factor = scores.scale if scores.softcap is None else 1.0

@@ -68,14 +68,14 @@ def tiles_of(dtype: torch.dtype, D: int, grids: Iterable[Grid] = ()) -> Tiles | 
     return None
 
 
-def descriptor(x: torch.Tensor, rows: int, pieces: int = 1) -> TensorDescriptor:
+def descriptor(x: torch.Tensor, rows: int, pieces: int = 1, columns: int = 0) -> TensorDescriptor:
     """Tiles of `rows` rows of x [B, T, H, D], addressed (b, h, t, column); reads beyond T and D return 0.
 
-    Each of its pieces has 64 columns; a single one has all, padded to a power of two.
+    columns: of a tile; by default 64 if there are several pieces, and otherwise all, padded to a power of two.
     """
     B, T, H, D = x.shape
     b, t, h, _ = (s if n > 1 else D for s, n in zip(x.stride(), x.shape, strict=True))
-    columns = 64 if pieces > 1 else padded(D)
+    columns = columns or (64 if pieces > 1 else padded(D))
     return TensorDescriptor(x, [B, H, T, D], [b, h, t, 1], [1, 1, rows, columns], _layout(x, columns))
 
 

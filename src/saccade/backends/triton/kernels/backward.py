@@ -28,9 +28,9 @@ from .common import (
     score,
     visible,
 )
-from .masks import list_of, place_of, segment, tile_of
+from .masks import list_of, place_of, seen_by_all, segment, tile_of
 from .rows import load_rows, rows_of, store_rows
-from .selected import keys_at, list_at, row_block
+from .selected import keys_at, list_at, plain_at, plain_keys, row_block
 
 
 class Products(NamedTuple):
@@ -319,7 +319,11 @@ def _dq(grads, attention):
     slopes, sums = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     if lists is not None:
         entries, stop = list_at(lists, b, hk, n)
-        for k0 in range(0, stop, BN):
+        plain = plain_keys(attention, entries, stop, seen_by_all(place, record, b, t, config.MASK))
+        for k0 in range(0, plain, BN):
+            j = plain_at(lists, entries, k0, BN)
+            acc, slopes, sums = dq_step((acc, slopes, sums), queries, attention, grads, j, j >= 0, False)
+        for k0 in range(plain, stop, BN):
             j, inside = keys_at(place, lists, entries, k0, stop, BN)
             acc, slopes, sums = dq_step((acc, slopes, sums), queries, attention, grads, j, inside, True)
     for m in range(first, last):

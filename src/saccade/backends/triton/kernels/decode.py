@@ -13,9 +13,9 @@ import triton
 
 from .common import START, Attention, Drop, entropy_of, entropy_share, log_add, power
 from .forward import Queries, fold, fold_keys
-from .masks import FULL, list_of, place_of, segment
+from .masks import FULL, list_of, place_of, seen_by_all, segment
 from .rows import rows_of, store_rows
-from .selected import keys_at, list_at, rows_of_groups
+from .selected import keys_at, list_at, plain_at, plain_keys, rows_of_groups
 
 
 class Ranges(NamedTuple):
@@ -95,9 +95,15 @@ def _decode(results, ranges, attention):
     if lists is not None:
         # no segments: only the list
         last = first
-        entries, end = list_at(lists, b, hk, group)
-        end = tl.minimum((split + 1) * ranges.keys, end)
-        for k0 in range(split * ranges.keys, end, BN):
+        entries, count = list_at(lists, b, hk, group)
+        plain = plain_keys(attention, entries, count, seen_by_all(place, record, b, t, config.MASK))
+        begin = split * ranges.keys
+        end = tl.minimum(begin + ranges.keys, count)
+        edge = tl.maximum(begin, tl.minimum(plain, begin + ranges.keys))
+        for k0 in range(begin, edge, BN):
+            j = plain_at(lists, entries, k0, BN)
+            acc, m, l, u = fold_keys((acc, m, l, u), queries, attention, j, j >= 0, None, False)
+        for k0 in range(edge, end, BN):
             j, inside = keys_at(place, lists, entries, k0, end, BN)
             acc, m, l, u = fold_keys((acc, m, l, u), queries, attention, j, inside, None, True)
     for n in range(first, last):

@@ -11,7 +11,8 @@ import triton
 
 class Lists(NamedTuple):
     """Lists p, int32 [1 | B, Hk, groups, n] of blocks, ascending and without repetitions, and how many entries of each
-    count, [1 | B, Hk, groups]. b: lists per batch entry, or 0; block: keys per entry; rows: rows of a group."""
+    count, [1 | B, Hk, groups]. b: lists per batch entry, or 0; block: keys per entry, a constant of the kernel, because
+    a division by a number takes twenty instructions per key; rows: rows of a group."""
 
     p: Any
     counts: Any
@@ -50,6 +51,40 @@ def list_at(lists, b, hk, group):
     """(entries, number of keys) of the list of a group."""
     at = b * lists.b + hk * lists.groups + group
     return lists.p + at.to(tl.int64) * lists.n, tl.load(lists.counts + at) * lists.block
+
+
+@triton.jit
+def plain_keys(attention, entries, end, seen):
+    """How many keys of a list of `end` keys come first, in whole tiles, that all rows see and that need no test.
+
+    seen: [lo, hi), the keys that all rows of a tile see.
+    """
+    BN: tl.constexpr = attention.config.BN
+    block: tl.constexpr = attention.arrays.lists.block
+    n = end * 0
+    # a bias may exclude pairs
+    if attention.scores.bias is None and attention.scores.distances is None:
+        lo, hi = seen
+        for e0 in range(0, end // block, 64):
+            e = e0 + tl.arange(0, 64)
+            first = tl.load(entries + e, mask=e < end // block, other=0) * block
+            n += tl.sum(((e < end // block) & (first >= lo) & (first + block <= hi)).to(tl.int32), 0)
+        # entries ascend, so these are the first ones, unless there is one before them
+        if end > 0:
+            n = tl.where(tl.load(entries) * block >= lo, n * block // BN * BN, 0)
+    return n
+
+
+@triton.jit
+def plain_at(lists, entries, first, BN: tl.constexpr):
+    """The keys first <= a < first + BN of a list, all of which exist."""
+    if lists.block % BN == 0:
+        # of one block, next to each other
+        j = tl.load(entries + first // lists.block) * lists.block + first % lists.block + tl.arange(0, BN)
+    else:
+        a = first + tl.arange(0, BN)
+        j = tl.load(entries + a // lists.block) * lists.block + a % lists.block
+    return j
 
 
 @triton.jit
