@@ -47,18 +47,16 @@ MOST_RANGES = 32
 class LatentPipeline(NamedTuple):
     """Shared memory of a CTA.
 
-    q, q_rest: two arrays [1, 1, 64, 256] and one [1, 1, 64, 64] of a tile of heads; q_full: their barrier. left, right,
-    rest: rings of parts of key tiles. ready: [2], completes when the weights of a tile are in its rest. rows: float32
-    [6, 64]; the maximum and the factor of earlier sums of a tile of each stage, and at the end the sums of weights of
-    each warpgroup. total: completes when those are there.
+    q, q_rest: two arrays [1, 1, 64, 256] and one [1, 1, 64, 64] of a tile of heads; q_full: their barrier. keys: three
+    rings, of the left and right halves of key tiles and of the rest. ready: [2], completes when the weights of a tile
+    are in its rest. rows: float32 [6, 64]; the maximum and the factor of earlier sums of a tile of each stage, and at
+    the end the sums of weights of each warpgroup. total: completes when those are there.
     """
 
     q: Any
     q_rest: Any
     q_full: Any
-    left: Any
-    right: Any
-    rest: Any
+    keys: Any
     ready: Any
     rows: Any
     total: Any
@@ -116,9 +114,9 @@ def _load(inputs, pages, span, pipeline):
             # of unused rows beyond the last one, any page
             entry = gl.load(table + span.b.to(gl.int64) * columns + gl.minimum(row // page, columns - 1))
             row = row % page
-        _copy(k, (entry, row), 0, pipeline.left, step)
-        _copy(k, (entry, row), 256, pipeline.right, step)
-        _copy(k_rest, (entry, row), 512, pipeline.rest, step)
+        _copy(k, (entry, row), 0, pipeline.keys[0], step)
+        _copy(k, (entry, row), 256, pipeline.keys[1], step)
+        _copy(k_rest, (entry, row), 512, pipeline.keys[2], step)
 
 
 @gluon.jit
@@ -133,9 +131,11 @@ def _clear(tile, n):
 
 
 @gluon.jit
-def _part(ring, step):
-    COLUMNS: gl.constexpr = ring.tiles.shape[4]
-    return ring.tiles.index(step % 2).reshape([64, COLUMNS])
+def _part(pipeline, n: gl.constexpr, step):
+    # part n of a key tile
+    tiles = pipeline.keys[n].tiles
+    COLUMNS: gl.constexpr = tiles.shape[4]
+    return tiles.index(step % 2).reshape([64, COLUMNS])
 
 
 @gluon.jit
@@ -143,21 +143,19 @@ def _scores(span, pipeline, step):
     """Issue q · k for the key tile of a step."""
     n = span.end - span.begin - 64 * step
     if n < 64:
-        for ring in gl.static_range(3):
-            part = pipeline[3 + ring]
-            wait_full(part, step)
-            _clear(_part(part, step), n)
+        for part in gl.static_range(3):
+            wait_full(pipeline.keys[part], step)
+            _clear(_part(pipeline, part, step), n)
         fence_async_shared()
         barrier()
-    s = gl.zeros([64, 64], gl.float32, product_layout(pipeline.left.tiles.dtype, 64))
+    s = gl.zeros([64, 64], gl.float32, product_layout(pipeline.q.dtype, 64))
     for half in gl.static_range(2):
-        part = pipeline[3 + half]
-        wait_full(part, step)
+        wait_full(pipeline.keys[half], step)
         q = pipeline.q.index(half).reshape([64, 256])
-        s = warpgroup_mma(q, _part(part, step).permute([1, 0]), s, use_acc=half > 0, is_async=True)
-    wait_full(pipeline.rest, step)
+        s = warpgroup_mma(q, _part(pipeline, half, step).permute([1, 0]), s, use_acc=half > 0, is_async=True)
+    wait_full(pipeline.keys[2], step)
     q = pipeline.q_rest.index(0).reshape([64, 64])
-    return warpgroup_mma(q, _part(pipeline.rest, step).permute([1, 0]), s, is_async=True)
+    return warpgroup_mma(q, _part(pipeline, 2, step).permute([1, 0]), s, is_async=True)
 
 
 @gluon.jit
@@ -170,7 +168,7 @@ def _weigh(s, m, l, scores, span, step, pipeline):
     p, m, l, alpha = softmax(s, m, l, KeyTile(0, 0, False), None, None, scores)
     # all warps have read the rest of the tile
     barrier()
-    _part(pipeline.rest, step).store(p.to(pipeline.rest.tiles.dtype))
+    _part(pipeline, 2, step).store(p.to(pipeline.q.dtype))
     stage = step % 2
     pipeline.rows.index(2 * stage).store(m)
     pipeline.rows.index(2 * stage + 1).store(alpha)
@@ -191,17 +189,17 @@ def _take(m, l, step, pipeline):
 
 
 @gluon.jit
-def _add(o, alpha, values, step, pipeline):
-    """Issue o · alpha + p v for the key tile of a step."""
-    wait_full(values, step)
+def _add(half: gl.constexpr, o, alpha, step, pipeline):
+    """Issue o · alpha + p v for a half of the values of a key tile."""
+    wait_full(pipeline.keys[half], step)
     o = rescaled(o, alpha, True)
-    return warpgroup_mma(_part(pipeline.rest, step), _part(values, step), o, is_async=True)
+    return warpgroup_mma(_part(pipeline, 2, step), _part(pipeline, half, step), o, is_async=True)
 
 
 @gluon.jit
-def _added(values, step, pipeline):
-    release(values, step)
-    release(pipeline.rest, step)
+def _added(half: gl.constexpr, step, pipeline):
+    release(pipeline.keys[half], step)
+    release(pipeline.keys[2], step)
 
 
 @gluon.jit
@@ -209,19 +207,19 @@ def _even_pair(sums, step, span, scores, pipeline, MORE: gl.constexpr):
     # warpgroup 0: weighs tile `step`, whose scores s are computed, and adds it and the next one
     s, o, m, l = sums
     m, l, alpha = _weigh(s, m, l, scores, span, step, pipeline)
-    o = _add(o, alpha, pipeline.left, step, pipeline)
+    o = _add(0, o, alpha, step, pipeline)
     m, l, alpha = _take(m, l, step + 1, pipeline)
     o = warpgroup_mma_wait(0, deps=[o])
-    _added(pipeline.left, step, pipeline)
-    o = _add(o, alpha, pipeline.left, step + 1, pipeline)
+    _added(0, step, pipeline)
+    o = _add(0, o, alpha, step + 1, pipeline)
     if MORE:
         s = _scores(span, pipeline, step + 2)
         o = warpgroup_mma_wait(1, deps=[o])
-        _added(pipeline.left, step + 1, pipeline)
+        _added(0, step + 1, pipeline)
         s = warpgroup_mma_wait(0, deps=[s])
     else:
         o = warpgroup_mma_wait(0, deps=[o])
-        _added(pipeline.left, step + 1, pipeline)
+        _added(0, step + 1, pipeline)
     return s, o, m, l
 
 
@@ -230,14 +228,14 @@ def _odd_pair(sums, step, span, scores, pipeline, MORE: gl.constexpr):
     # warpgroup 1: adds tile `step`, and meanwhile weighs the next one, whose scores s are computed
     s, o, m, l = sums
     m, l, alpha = _take(m, l, step, pipeline)
-    o = _add(o, alpha, pipeline.right, step, pipeline)
+    o = _add(1, o, alpha, step, pipeline)
     m, l, alpha = _weigh(s, m, l, scores, span, step + 1, pipeline)
     l = after_softmax(l)
     o = warpgroup_mma_wait(0, deps=[o])
-    _added(pipeline.right, step, pipeline)
-    o = _add(o, alpha, pipeline.right, step + 1, pipeline)
+    _added(1, step, pipeline)
+    o = _add(1, o, alpha, step + 1, pipeline)
     o = warpgroup_mma_wait(0, deps=[o])
-    _added(pipeline.right, step + 1, pipeline)
+    _added(1, step + 1, pipeline)
     if MORE:
         s = _scores(span, pipeline, step + 3)
         s = warpgroup_mma_wait(0, deps=[s])
@@ -343,7 +341,7 @@ def decode_latent(
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     heads = gl.allocate_shared_memory(q.dtype, [2] + q.block_shape, q.layout)
     rest = gl.allocate_shared_memory(q.dtype, [1] + q_rest.block_shape, q_rest.layout)
-    left, right_half, rest_of_keys = _ring(k, 1), _ring(k, 1), _ring(k_rest, 2)
+    keys = _ring(k, 1), _ring(k, 1), _ring(k_rest, 2)
     rows = gl.allocate_shared_memory(gl.float32, [6, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [1], bar)
     total = gl.allocate_shared_memory(gl.int64, [1], bar)
@@ -353,7 +351,7 @@ def decode_latent(
     for stage in gl.static_range(2):
         mbarrier.init(ready.index(stage), 1)
     fence_async_shared()
-    pipeline = LatentPipeline(heads, rest, q_full, left, right_half, rest_of_keys, ready, rows, total)
+    pipeline = LatentPipeline(heads, rest, q_full, keys, ready, rows, total)
     out = Out(o, lse, parts, n, count, Tq, Hq)
     gl.warp_specialize(
         [

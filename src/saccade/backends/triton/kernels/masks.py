@@ -243,7 +243,7 @@ def allowed(place, record, b, t, j, MASK: tl.constexpr):
 @triton.jit
 def seen_by_all(place, record, b, t, MASK: tl.constexpr):
     """[lo, hi) of keys that all rows t [BM] see; none for a mask that has not one interval of keys for each row."""
-    if MASK == BAND or MASK == ROWS:
+    if MASK <= ROWS:  # or BAND
         lo, hi = _in_band(place, place.words + record, tl.minimum(b, place.mask_batches - 1), t, MASK)
         lo, hi = tl.max(lo, 0), tl.min(hi, 0)
     else:
