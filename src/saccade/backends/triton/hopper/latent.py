@@ -76,16 +76,32 @@ class Span(NamedTuple):
 
 
 class Out(NamedTuple):
-    """o, a `launch.Array` [B, Tq, Hq, 512], and lse [B, Tq, Hq]; or the parts of n ranges as in `kernels.decode`, and
-    None for o and lse. count: B Tq Hq."""
+    """o, a `launch.Array` [B, Tq, Hq, 512], and lse [B, Tq, Hq]; or the parts of all ranges as in `kernels.decode`, and
+    None for o and lse."""
 
     o: Any
     lse: Any
     parts: Any
-    n: Any
-    count: Any
+
+
+class Work(NamedTuple):
+    """Queries per sequence, heads, keys after its position that a query sees, keys per range, ranges, scale in log2."""
+
     Tq: Any
     Hq: Any
+    right: Any
+    keys: Any
+    n: Any
+    scale: Any
+
+
+class Cache(NamedTuple):
+    """lengths: int32 [B]. table: int32 [B, columns] of pages of `page` rows, or None for contiguous rows."""
+
+    lengths: Any
+    table: Any
+    columns: Any
+    page: Any
 
 
 @gluon.jit
@@ -97,10 +113,9 @@ def _copy(desc, at, column, ring, step):
 
 
 @gluon.jit
-def _load(inputs, pages, span, pipeline):
+def _load(inputs, cache, span, pipeline):
     """One warp: copies the heads' queries once, and the key tiles."""
     q, q_rest, k, k_rest = inputs
-    table, columns, page = pages
     if span.steps > 0:
         full = pipeline.q_full
         mbarrier.expect(full, 2 * q.block_type.nbytes + q_rest.block_type.nbytes)
@@ -110,10 +125,11 @@ def _load(inputs, pages, span, pipeline):
     for step in range(span.steps):
         entry = span.b
         row = span.begin + 64 * step
-        if table is not None:
+        if cache.table is not None:
             # of unused rows beyond the last one, any page
-            entry = gl.load(table + span.b.to(gl.int64) * columns + gl.minimum(row // page, columns - 1))
-            row = row % page
+            place = gl.minimum(row // cache.page, cache.columns - 1)
+            entry = gl.load(cache.table + span.b.to(gl.int64) * cache.columns + place)
+            row = row % cache.page
         _copy(k, (entry, row), 0, pipeline.keys[0], step)
         _copy(k, (entry, row), 256, pipeline.keys[1], step)
         _copy(k_rest, (entry, row), 512, pipeline.keys[2], step)
@@ -243,9 +259,10 @@ def _odd_pair(sums, step, span, scores, pipeline, MORE: gl.constexpr):
 
 
 @gluon.jit
-def _compute(which: gl.constexpr, span, scores, out, pipeline):
+def _compute(which: gl.constexpr, span, work, out, pipeline):
     """A warpgroup: sums of columns [256 · which, 256 · which + 256)."""
     dtype: gl.constexpr = pipeline.q.dtype
+    scores = Scores(work.scale)
     S: gl.constexpr = product_layout(dtype, 64)
     R: gl.constexpr = gl.SliceLayout(1, S)
     o = gl.zeros([64, 256], gl.float32, product_layout(dtype, 256))
@@ -272,32 +289,33 @@ def _compute(which: gl.constexpr, span, scores, out, pipeline):
     barrier()
     mbarrier.arrive(pipeline.total)
     mbarrier.wait(pipeline.total, 0)
-    _store(which, o, m, own + pipeline.rows.index(5 - which).load(R), span, scores, out)
+    _store(which, o, m, own + pipeline.rows.index(5 - which).load(R), span, work, out)
 
 
 @gluon.jit
-def _store(which: gl.constexpr, o, m, l, span, scores, out):
+def _store(which: gl.constexpr, o, m, l, span, work, out):
     R: gl.constexpr = m.type.layout
     ROWS: gl.constexpr = row_layout(256)
     none = l == 0.0
     share = gl.where(none, 0.0, 1.0 / l)
     o = o * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, o.type.layout)), 1)
     # the number of a row among all rows
-    first = (span.b.to(gl.int64) * out.Tq + span.t) * out.Hq + span.h
+    first = (span.b.to(gl.int64) * work.Tq + span.t) * work.Hq + span.h
     rows = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
     columns = which * 256 + gl.arange(0, 256, gl.SliceLayout(0, ROWS))
     if out.parts is not None:
-        parts = (first + gl.arange(0, 64, R)) * out.n + span.split
-        sums = out.parts + out.count.to(gl.int64) * out.n * 512 + 2 * parts
+        parts = (first + gl.arange(0, 64, R)) * work.n + span.split
+        # each program has parts of 64 rows
+        sums = out.parts + gl.num_programs(0).to(gl.int64) * (64 * 512) + 2 * parts
         if which == 0:
-            gl.store(sums, gl.where(none, -2.3e38, m * scores.scale * 0.6931471805599453))
+            gl.store(sums, gl.where(none, -2.3e38, m * work.scale * 0.6931471805599453))
             gl.store(sums + 1, l)
         o = gl.convert_layout(o, ROWS)
-        parts = ((first + rows) * out.n + span.split) * 512
+        parts = ((first + rows) * work.n + span.split) * 512
         gl.store(out.parts + gl.expand_dims(parts, 1) + gl.expand_dims(columns, 0), o)
     else:
         if which == 0:
-            lse = gl.where(none, float("-inf"), (m * scores.scale + gl.log2(l)) * 0.6931471805599453)
+            lse = gl.where(none, float("-inf"), (m * work.scale + gl.log2(l)) * 0.6931471805599453)
             gl.store(out.lse + first + gl.arange(0, 64, R), lse)
         o = gl.convert_layout(o.to(out.o.p.dtype.element_ty), ROWS)
         base = out.o.p + span.b.to(gl.int64) * out.o.b + span.t.to(gl.int64) * out.o.t
@@ -317,25 +335,19 @@ def _ring(desc, READERS: gl.constexpr):
     return Ring(tiles, full, empty)
 
 
-# flat, as in the forward
-NUMBERS = ["columns", "page", "Tq", "Tk", "Hq", "right", "split_keys", "n", "count"]
-
-
-@gluon.jit(do_not_specialize=NUMBERS)
-def decode_latent(
-    q, q_rest, k, k_rest, table, lengths, o, lse, parts, columns, page, Tq, Tk, Hq, right, split_keys, n, count, scores
-):
+@gluon.jit
+def decode_latent(q, q_rest, k, k_rest, cache, out, work):
+    """Grid: B x ranges x queries x blocks of 64 heads. q, k and their rests: descriptors of columns [0, 512) by 256,
+    and of [512, 576)."""
     i = gl.program_id(0)
-    blocks = Hq // 64
+    blocks = work.Hq // 64
     # programs that read the same keys are neighbours
     h, i = i % blocks * 64, i // blocks
-    t, i = i % Tq, i // Tq
-    split, b = i % n, i // n
-    stop = Tk
-    if lengths is not None:
-        stop = gl.load(lengths + b)
-    begin = split * split_keys
-    end = gl.minimum(gl.minimum(t + stop - Tq + right + 1, stop), begin + split_keys)
+    t, i = i % work.Tq, i // work.Tq
+    split, b = i % work.n, i // work.n
+    stop = gl.load(cache.lengths + b)
+    begin = split * work.keys
+    end = gl.minimum(gl.minimum(t + stop - work.Tq + work.right + 1, stop), begin + work.keys)
     steps = gl.maximum((end - begin + 127) // 128, 0) * 2
     span = Span(b, t, h, split, begin, end, steps)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
@@ -352,12 +364,11 @@ def decode_latent(
         mbarrier.init(ready.index(stage), 1)
     fence_async_shared()
     pipeline = LatentPipeline(heads, rest, q_full, keys, ready, rows, total)
-    out = Out(o, lse, parts, n, count, Tq, Hq)
     gl.warp_specialize(
         [
-            (_compute, (0, span, scores, out, pipeline)),
-            (_compute, (1, span, scores, out, pipeline)),
-            (_load, ((q, q_rest, k, k_rest), (table, columns, page), span, pipeline)),
+            (_compute, (0, span, work, out, pipeline)),
+            (_compute, (1, span, work, out, pipeline)),
+            (_load, ((q, q_rest, k, k_rest), cache, span, pipeline)),
         ],
         [4, 1],
         [240, 24],
@@ -369,7 +380,7 @@ def takes(call: AttentionLaunch) -> bool:
     p, reach, page = call.problem, reach_of(call.problem.mask), call.arrays.k.page or 0
     if (p.D, p.Dv, p.Hk) != (ROW, VALUE, 1) or not call.columns.SHARED or p.quantised or p.uses - {"source"}:
         return False
-    if p.dtype not in ("bfloat16", "float16") or p.scores.scale <= 0:
+    if p.dtype not in ("bfloat16", "float16") or p.scores.scale <= 0 or call.arrays.lengths is None:
         return False
     # a query sees all keys up to its position or, without a mask, all
     return reach is not None and reach[0] == INF and not p.Hq % SIDE and not page % SIDE
@@ -393,11 +404,9 @@ def decode(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
     parts = call.scratch(n * count * (VALUE + 2), like=lse) if n > 1 else None
     heads, right = q.p.transpose(1, 2), (reach_of(p.mask) or (0, 0))[1]
     copied = (descriptor(x, SIDE, columns=m) for x in (heads, k.p) for m in (HALF, ROW - VALUE))
-    out = (None, None, parts) if n > 1 else (array(o), lse, None)
-    numbers = k.columns or 0, k.page or 0, p.Tq, p.Tk, p.Hq, right, keys, n, count
-    scores = Scores(p.scores.scale * LOG2E)
-    call.run(
-        decode_latent, (p.B * n * blocks,), *copied, k.table, call.arrays.lengths, *out, *numbers, scores, num_warps=4
-    )
+    out = Out(None, None, parts) if n > 1 else Out(array(o), lse, None)
+    cache = Cache(call.arrays.lengths, k.table, k.columns or 0, k.page or 0)
+    work = Work(p.Tq, p.Hq, right, keys, n, p.scores.scale * LOG2E)
+    call.run(decode_latent, (p.B * n * blocks,), *copied, cache, out, work, num_warps=4)
     if parts is not None:
         combine(call, parts, n, (o, lse))
