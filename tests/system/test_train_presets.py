@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 for module in ("safetensors", "tokenizers", "typer", "rich"):
     pytest.importorskip(module)
 
+from saccade.models import speed  # noqa: E402
 from saccade.models.corpus import Source, prepare  # noqa: E402
 from saccade.models.hybrid import parameters  # noqa: E402
 from saccade.models.presets import PRESETS, preset_settings  # noqa: E402
@@ -155,3 +156,12 @@ def test_refusals(words: list[str], said: str, tmp_path: Path) -> None:
         pytest.skip("this machine has a GPU")
     assert said in run(*words, "--out", tmp_path / "run", status=2).stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_the_peak_is_known_soon_where_products_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    measure = speed.product_seconds
+    monkeypatch.setattr(speed, "product_seconds", lambda n, *rest: tried.append(n) or measure(n, *rest))
+    monkeypatch.setattr(speed, "SLOW", 0.0)
+    assert speed.peak(torch.float32, torch.device("cpu")) > 0
+    assert tried == [384]

@@ -19,10 +19,7 @@ import pytest
 for module in ("torch", "safetensors", "typer", "rich"):
     pytest.importorskip(module)
 
-import torch  # noqa: E402
-
 from saccade.cli import show  # noqa: E402
-from saccade.models import speed  # noqa: E402
 
 # errors are the only lines, however slow the machine is
 show.HEARTBEAT = 1e6
@@ -294,12 +291,3 @@ def test_wrong_options_are_named_before_any_work(name: str, tmp_path: Path) -> N
     assert told in refused.stderr
     assert len(refused.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "run").exists()
-
-
-def test_the_peak_is_known_soon_where_products_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = []
-    measure = speed.product_seconds
-    monkeypatch.setattr(speed, "product_seconds", lambda n, *rest: tried.append(n) or measure(n, *rest))
-    monkeypatch.setattr(speed, "SLOW", 0.0)
-    assert speed.peak(torch.float32, torch.device("cpu")) > 0
-    assert tried == [384]

@@ -211,21 +211,15 @@ def of_pages(
 
 
 def of_latent(
-    Tq: int,
-    kind: str | None = None,
-    heads: int = 128,
-    dtype: Any = torch.bfloat16,
-    chip: str = "sm_90",
-    T: int = 640,
-    **more: bool,
+    Tq: int, kind: str | None = None, heads: int = 128, dtype: Any = torch.bfloat16, chip: str = "sm_90", **more: bool
 ) -> dict[str, Taken]:
     """The resources of decode, or of the forward for more queries, with latent rows of DeepSeek-V3's sizes.
 
     apart: with values in an array of their own. hopper: by the kernel for Hopper.
     """
-    cache = LatentKVCache(2, T, dtype=dtype, quantised=kind)
+    cache = LatentKVCache(2, 1100, dtype=dtype, quantised=kind)
     p = Problem(
-        2, Tq, T, heads, 1, 576, 512, dtype=str(dtype)[6:], device=f"cuda:{chip}", mask=causal(),
+        2, Tq, 1100, heads, 1, 576, 512, dtype=str(dtype)[6:], device=f"cuda:{chip}", mask=causal(),
         scores=Scores(scale=0.1), quantised=cache.quantised,
     )  # fmt: skip
     plan = make_plan(p, limits(p))
@@ -235,11 +229,10 @@ def of_latent(
         v = cache.v.contiguous() if more.get("apart") else cache.v
         call = launch.AttentionLaunch(p, plan, Inputs(q, cache.k, v, extras))
         assert call.columns == (512, not more.get("apart"))
-        if more.get("hopper"):
-            assert latent.takes(call)
-            hopper.run_decode(call, o, torch.empty(2, Tq, heads))
-        else:
-            (launch_decode.decode if Tq < 8 else launch.forward)(call, o, torch.empty(2, Tq, heads))
+        compute = launch_decode.decode if Tq < 8 else launch.forward
+        if more.get("hopper") and latent.takes(call):
+            compute = latent.decode
+        compute(call, o, torch.empty(2, Tq, heads))
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import time
-from functools import partial
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ import saccade
 import triton
 from saccade import mask as masks
 from saccade.integrations.flash_attn import flash_attn_with_kvcache
-from saccade.testing import forms
 from saccade.testing.cases import Case
 from saccade.testing.compare import require
 from saccade.testing.inputs import make as made
@@ -102,46 +100,6 @@ LARGE = {
 def test_masks_of_many_tiles(name, D) -> None:
     case = Case(name, 3000, 3000, B=1, Hq=2, Hk=1, D=D, Dv=D, mask=LARGE[name])
     require(verify(made(case, "float16" if D == 256 else "bfloat16"), "triton"), f"{case}")
-
-
-# the longest sequence, query heads, queries, page or 0
-LATENT = [(8192, 128, 1, 0), (8192, 64, 2, 64), (700, 128, 3, 0), (64, 64, 1, 128), (20000, 192, 1, 0), (1, 64, 1, 64)]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("T", "heads", "Tq", "page"), LATENT)
-def test_latent_rows_on_hopper(T, heads, Tq, page, causal, dtype) -> None:
-    torch.manual_seed(T)
-    kind = {"device": "cuda", "dtype": dtype}
-    lengths = [T, *(max(Tq, n) for n in (T // 2, T - 65, T - 128, 0))]
-    q = torch.randn(5, Tq, heads, 576, **kind)
-    # maxima that rise from tile to tile
-    q[0] *= 30
-    latent, k_rope = torch.randn(5, T, 512, **kind), torch.randn(5, T, 64, **kind)
-    if page:
-        pool = saccade.PagedLatentKVCache(5 * (-(-T // page)), page, fill=float("nan"), **kind)
-        sequences = [pool.add() for _ in lengths]
-        for n, sequence in enumerate(sequences):
-            pool.append([sequence], latent[n, : lengths[n]], k_rope[n, : lengths[n]])
-        cache = pool.view(sequences)
-    else:
-        cache = saccade.LatentKVCache(5, T + 70, fill=float("nan"), **kind)
-        cache.append(latent, k_rope, lengths)
-    decode = partial(saccade.decode, q, cache, causal=causal, scale=192**-0.5, return_lse=True)
-    with forms.using(["latent rows on Hopper"]):
-        (o, lse), (again, _) = decode(), decode()
-    assert torch.equal(o, again)
-    plain = decode()
-    t, j = torch.arange(Tq, device="cuda")[:, None], torch.arange(T, device="cuda")
-    for n, length in enumerate(lengths):
-        key = torch.cat([latent[n], k_rope[n]], -1).double()
-        seen = j <= t + length - Tq if causal else j < length
-        s = (q[n].double() @ key.T * 192**-0.5).masked_fill_(~seen.expand(Tq, T)[:, None], float("-inf"))
-        exact, sums = s.softmax(-1) @ key[:, :512], s.logsumexp(-1)
-        least = rms(plain[0][n].double() - exact) + 2**-10 * rms(exact)
-        assert rms(o[n].double() - exact) < 1.5 * least
-        assert float((lse[n] - sums).abs().max()) < 1e-3 + 2 * float((plain[1][n] - sums).abs().max())
 
 
 @pytest.mark.parametrize(
