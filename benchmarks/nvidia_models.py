@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from arguments import PACKAGES, chosen, parser, version_of
 from nvidia_recurrent import reached
+from selected import calls as attention_calls
 from torch import Tensor
 
 import saccade
@@ -109,17 +110,6 @@ def latent_rows(case: Latent, base: Row, ceilings: dict[str, float]) -> Iterator
             yield replace(row, rate=rate, fraction=rate / top, **time._asdict())
 
 
-def selected_calls(q: Tensor, k: Tensor, v: Tensor, of: mask.Mask | None) -> dict[str, Callable[[], Any]]:
-    """The forward and the backward, each alone."""
-    with torch.no_grad():
-        o, lse = saccade.attention(q, k, v, of, return_lse=True)
-    do = torch.randn_like(o)
-    return {
-        "forward": lambda: saccade.attention(q, k, v, of),
-        "backward": lambda: saccade.attention_backward(do, q, k, v, o, lse, of),
-    }
-
-
 def selected_rows(case: Selected, base: Row) -> Iterator[Row]:
     """The rows of the forward and the backward."""
     Hq, Hk, rows = case
@@ -127,10 +117,10 @@ def selected_rows(case: Selected, base: Row) -> Iterator[Row]:
     q, k, v = (torch.randn(1, TOKENS, heads, D, **kind) for heads in (Hq, Hk, Hk))
     lists = torch.rand(1, Hk, -(-TOKENS // rows), TOKENS // BLOCK, device="cuda").topk(ENTRIES).indices
     of = mask.select(lists, BLOCK, rows)
-    dense = selected_calls(*(x[:, :DENSE] for x in (q, k, v)), None)
+    dense = attention_calls(*(x[:, :DENSE] for x in (q, k, v)), None)
     text = f"select(lists, {BLOCK}, {rows})"
     base = replace(base, case=case.name, provider="saccade", shape=f"1x{TOKENS}x{TOKENS}x{Hq}x{Hk}x{D}", mask=text)
-    for verb, call in selected_calls(q, k, v, of).items():
+    for verb, call in attention_calls(q, k, v, of).items():
         flops = {"forward": 4 * D, "backward": 10 * D}[verb] * 1e-12
         time, whole = (timing(by_events(x)) for x in (call, dense[verb]))
         pairs = Hq * TOKENS * BLOCK * ENTRIES

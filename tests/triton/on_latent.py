@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from on_gpu import rms
 
 import saccade
 from saccade.testing import forms
@@ -48,7 +49,3 @@ def test_latent_rows_on_hopper(T, heads, Tq, page, causal, dtype) -> None:
         least = rms(plain[0][n].double() - exact) + 2**-10 * rms(exact)
         assert rms(o[n].double() - exact) < 1.5 * least
         assert float((lse[n] - sums).abs().max()) < 1e-3 + 2 * float((plain[1][n] - sums).abs().max())
-
-
-def rms(x: torch.Tensor) -> float:
-    return float(x.double().square().mean().sqrt())
