@@ -92,7 +92,7 @@ def latent_calls(case: Latent) -> tuple[dict[str, Callable[[], Any]], Callable[[
 
 
 def latent_rows(case: Latent, base: Row, ceilings: dict[str, float]) -> Iterator[Row]:
-    """A row for each provider and form of a case."""
+    """A row for each provider of a case."""
     size, pairs = case.B * case.T * (LATENT + ROPE) * 2, case.B * case.heads * case.Tq * case.T
     flops = 2 * pairs * (2 * LATENT + ROPE)
     # a copy reads and writes
@@ -102,12 +102,9 @@ def latent_rows(case: Latent, base: Row, ceilings: dict[str, float]) -> Iterator
     base = replace(base, case=case.name, kind="decode", shape=shape, pairs=pairs, rate_unit=unit, ceiling=top)
     calls, error = latent_calls(case)
     for provider, call in calls.items():
-        for form in ("", *forms.of_kind("latent")):
-            with forms.using([form] if form else []):
-                row = replace(base, provider=f"{provider}, {form}" if form else provider, error=error(call()))
-                time = timing(by_replays(call))
-            rate = amount / time.median
-            yield replace(row, rate=rate, fraction=rate / top, **time._asdict())
+        row, time = replace(base, provider=provider, error=error(call())), timing(by_replays(call))
+        rate = amount / time.median
+        yield replace(row, rate=rate, fraction=rate / top, **time._asdict())
 
 
 def selected_rows(case: Selected, base: Row) -> Iterator[Row]:

@@ -24,7 +24,6 @@ class Form(NamedTuple):
 # no name contains a comma
 FORMS = {
     "every Triton": Form({f"{TRITON}.versions:RUN": ("3.6", "3.7", "3.8", "3.9")}),
-    "latent rows on Hopper": Form({f"{TRITON}.hopper:LATENT": True}, ("latent",)),
 }
 
 

@@ -49,6 +49,8 @@ def explain(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:
     if plan.split_keys:
         ranges = f"{plan.num_splits} ranges of {plan.split_keys} keys in parallel, then merged"
         facts["decode"] = f"{problem.G * problem.Tq} rows of a group packed, {ranges}"
+    if hopper.decodes_rows_of(problem, chip):
+        facts["decode of a latent cache"] = "64 heads × 128 keys, for Hopper, in Gluon; pages of a multiple of 64"
     facts |= {"chip": chip_status(chip), "Triton": triton_status(triton.__version__)}
     tiles = None if reasons else hopper.tiles_for(problem, plan)
     if tiles is not None:

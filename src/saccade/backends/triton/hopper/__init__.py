@@ -42,9 +42,6 @@ DTYPES = ("bfloat16", "float16", EIGHT_BITS)
 # the options of a problem that they compute
 TAKES = {"softcap", "sinks"}
 
-# whether `latent.py` decodes latent rows: not before it has run on a GPU
-LATENT = False
-
 # per plan, data derived from it
 _derived: weakref.WeakKeyDictionary[Plan, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
@@ -193,9 +190,18 @@ def run_forward(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
     forward(call, forward_schedule(call.problem, call.plan, call.device), o, lse)
 
 
+def decodes_rows_of(p: Problem, chip: str) -> bool:
+    """Whether the kernel for latent rows decodes a problem whose keys are those of a latent cache."""
+    if interpreted() or chip != CHIP or versions.why_not():
+        return False
+    from . import latent
+
+    return latent.computes(p)
+
+
 def decodes(call: AttentionLaunch) -> bool:
     """Whether the kernel for latent rows decodes a call."""
-    if not LATENT or interpreted() or call.chip != CHIP or versions.why_not():
+    if not decodes_rows_of(call.problem, call.chip):
         return False
     from . import latent
 
