@@ -207,8 +207,9 @@ def _scores(span, pipeline, STAGE: gl.constexpr, pair):
 
 
 @gluon.jit
-def _weigh(s, m, l, scores, span, pipeline, STAGE: gl.constexpr, pair):
-    """Hand over the weights of a tile of scores s; returns the new m and l, and the factor of earlier sums."""
+def _weigh(s, state, scores, span, pipeline, STAGE: gl.constexpr, pair):
+    """Hand over the weights of a tile of scores s; returns the new state m and l, and the factor of earlier sums."""
+    m, l = state
     n = _keys_left(span, STAGE, pair)
     if n < 64:
         columns = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, s.type.layout)), 0)
@@ -256,7 +257,7 @@ def _added(half: gl.constexpr, o, pipeline, STAGE: gl.constexpr, pending: gl.con
 def _even(sums, pair, span, scores, pipeline, MORE: gl.constexpr):
     # warpgroup 0: weighs the first tile of a pair, whose scores s are computed, and adds it and the second one
     s, o, m, l = sums
-    m, l, alpha = _weigh(s, m, l, scores, span, pipeline, 0, pair)
+    m, l, alpha = _weigh(s, (m, l), scores, span, pipeline, 0, pair)
     o = _added(0, _add(0, o, alpha, pipeline, 0, pair), pipeline, 0)
     m, l, alpha = _take(m, l, pipeline, 1, pair)
     o = _add(0, o, alpha, pipeline, 1, pair)
@@ -275,7 +276,7 @@ def _odd(sums, pair, span, scores, pipeline, MORE: gl.constexpr):
     s, o, m, l = sums
     m, l, alpha = _take(m, l, pipeline, 0, pair)
     o = _add(1, o, alpha, pipeline, 0, pair)
-    m, l, alpha = _weigh(s, m, l, scores, span, pipeline, 1, pair)
+    m, l, alpha = _weigh(s, (m, l), scores, span, pipeline, 1, pair)
     l = after_softmax(l)
     o = _added(1, o, pipeline, 0)
     o = _added(1, _add(1, o, alpha, pipeline, 1, pair), pipeline, 1)
