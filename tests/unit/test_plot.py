@@ -212,7 +212,7 @@ def test_rows_have_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     # the same cases of other commits or forms, and a few cases of Saccade and one other library
     single |= {"nvidia-h200-redesign", "nvidia-h200-scores", "nvidia-h200-forms", "nvidia-h200-backward"}
     single |= {"nvidia-h200-eight-bits", "nvidia-h200"}
-    single |= {"nvidia-h100-latent-training", "nvidia-h200-head-sizes", "nvidia-h200-triton-3.9"}
+    single |= {"nvidia-h100-latent-training", "nvidia-h200-models", "nvidia-h200-head-sizes", "nvidia-h200-triton-3.9"}
     single |= {"cpu-latent-decode", "xeon-latent-decode", "cpu-selected", "cpu-batch-invariant", "cpu-forward-mode"}
     single |= {"cpu-outputs", "cpu-drafts", "cpu-losses"}
     assert {path.stem for path in RESULTS.glob("*.csv")} - single <= drawn
