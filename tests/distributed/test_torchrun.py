@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from saccade.cli.bench import rows
+from saccade.models import corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -45,3 +51,22 @@ def test_train_by_the_command_line(tmp_path: Path) -> None:
         "model.safetensors",
         "config.json",
     }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_benchmark_of_training_over_ranks(tmp_path: Path) -> None:
+    files = [corpus.Source("Python", Path(m.__file__).name, Path(m.__file__)) for m in (argparse, ast)]
+    corpus.prepare(tmp_path / "tokens", vocab=300, files=files)
+    changes = {"layers": 1, "width": 24, "heads": 6, "kv_heads": 2, "vocab": 300, "compile": False, "dtype": "float32"}
+    script = [sys.executable, ROOT / "benchmarks" / "training_ranks.py", tmp_path / "rows.csv", "--context", "32"]
+    script += ["--data", tmp_path / "tokens", "--steps", "5", "--changes", json.dumps(changes)]
+    for more, providers in (
+        ([], ["one", "FSDP2, 2", "context parallel, 2"]),
+        (["--kill"], ["FSDP2, 2, one killed after step 4, resumed on one"]),
+    ):
+        done = subprocess.run([*script, *more], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        found = rows.read(tmp_path / "rows.csv")
+        assert [row.provider for row in found] == providers
+        assert all(float(row.notes.get("difference", 0)) < 1e-5 and row.rate > 0 for row in found)
