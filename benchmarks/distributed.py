@@ -95,8 +95,17 @@ def providers(bench: Bench) -> dict[str, Callable[[], dict[str, Call]]]:
 
         return bench.passes(attend, bench.tensors(n))
 
-    def other(strategy: str) -> dict[str, Call]:
-        return bench.passes(lambda q, k, v: attention(q, k, v, causal, strategy=strategy), bench.tensors(n))
+    def other(strategy: str, bias: Any = None) -> dict[str, Call]:
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            return attention(q, k, v, causal, strategy=strategy, bias=bias)
+
+        return bench.passes(attend, bench.tensors(n))
+
+    def with_bias(name: str) -> dict[str, Call]:
+        H, kind = bench.args.heads, {"device": bench.device, "requires_grad": True}
+        if name == "gates":
+            return other("ulysses", saccade.gates(torch.full((1, n, H), -0.01, **kind)))
+        return other("ulysses", saccade.relative(torch.zeros(H, 129, **kind), 128))
 
     return {
         "saccade, one GPU": lambda: bench.passes(lambda q, k, v: saccade.attention(q, k, v, causal), bench.tensors(n)),
@@ -105,6 +114,8 @@ def providers(bench: Bench) -> dict[str, Callable[[], dict[str, Call]]]:
         "saccade, striped": lambda: ring("striped"),
         "saccade, contiguous": lambda: ring("contiguous"),
         "saccade, heads for positions": lambda: other("ulysses"),
+        "saccade, heads for positions, gates": lambda: with_bias("gates"),
+        "saccade, heads for positions, relative": lambda: with_bias("relative"),
         "saccade, gathered keys": lambda: other("gather"),
         "torch, one GPU, cudnn": lambda: sdpa(bench, SDPBackend.CUDNN_ATTENTION),
         "torch, one GPU, flash": lambda: sdpa(bench, SDPBackend.FLASH_ATTENTION),

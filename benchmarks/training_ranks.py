@@ -70,23 +70,23 @@ def lines_of(job: dict[str, Any], kill_after: int = 0) -> list[dict[str, Any]]:
     """
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(job["ranks"])]
     command = [sys.executable, *(torchrun if job["ranks"] else []), __file__, "--child", json.dumps(job)]
-    found, killed = list[dict[str, Any]](), 0.0
+    printed, killed = list[dict[str, Any]](), 0.0
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert process.stdout
         for line in process.stdout:
             if not line.startswith("{"):
                 continue
-            found.append(json.loads(line))
-            if kill_after and not killed and found[-1].get("step") == kill_after:
-                pids = {each["rank"]: each["pid"] for each in found if "rank" in each}
+            printed.append(json.loads(line))
+            if kill_after and not killed and printed[-1].get("step") == kill_after:
+                pids = {each["rank"]: each["pid"] for each in printed if "rank" in each}
                 os.kill(pids[max(pids)], signal.SIGKILL)
                 killed = time.perf_counter()
         status = process.wait()
         errors.seek(0)
         if (status != 0) != bool(killed):
             raise RuntimeError(f"the run ended with status {status}: {errors.read()[-2000:]}")
-    return [*found, {"ended": time.perf_counter() - killed}] if killed else found
+    return [*printed, {"ended": time.perf_counter() - killed}] if killed else printed
 
 
 def settings_of(args: argparse.Namespace, context: int) -> dict[str, Any]:

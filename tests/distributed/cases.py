@@ -37,10 +37,22 @@ MORE_MASKS: dict[str, Any] = {
     "listed": lambda T: sm.causal() & (sm.window(3, 0) | sm.global_tokens([1, 5, 9])),
 }
 ALL_MASKS = MASKS | MORE_MASKS
+# shapes of the arrays of a bias for B, Hq, T
+BIASES: dict[str, dict[str, Any]] = {
+    "array": {"array": lambda B, Hq, T: (B, Hq, T, T)},
+    "array of all heads": {"array": lambda B, Hq, T: (T, T)},
+    "alibi": {"slopes": lambda B, Hq, T: (B, Hq)},
+    "relative": {"table": lambda B, Hq, T: (Hq, 9)},
+    "gates": {"log_f": lambda B, Hq, T: (B, T, Hq)},
+    "gates, pruned": {"log_f": lambda B, Hq, T: (B, T, Hq)},
+    "relative and gates": {"table": lambda B, Hq, T: (B, Hq, 9), "log_f": lambda B, Hq, T: (B, T, Hq)},
+}
+# with gradients to add up over ranks
+SHARED = ("sinks", "array", "slopes", "table")
 
 
 class Case(NamedTuple):
-    """One call: layout, name of the mask, heads, length; options of the call."""
+    """One call: layout, name of the mask, heads, length; options of the call; name of the bias."""
 
     layout: Any
     mask: str
@@ -52,10 +64,20 @@ class Case(NamedTuple):
     options: tuple[tuple[str, Any], ...] = ()
     sinks: bool = False
     strategy: str = "ring"
+    bias: str = ""
+
+
+def mask_of(case: Case) -> Any:
+    """The mask of a case; "selected" has three blocks of four keys for every row and key head."""
+    if case.mask != "selected":
+        return ALL_MASKS[case.mask](case.T)
+    g = torch.Generator().manual_seed(case.T)
+    lists = torch.rand(2, case.Hk, case.T, -(-case.T // 4), generator=g).argsort(-1)[..., :3]
+    return sm.causal() & sm.select(lists, 4)
 
 
 def inputs(case: Case, device: Any = "cpu") -> dict[str, torch.Tensor]:
-    """q, k, v, do, dlse and sinks of the whole, the same on every rank."""
+    """q, k, v, do, dlse, sinks and arrays of the bias of the whole, the same on every rank."""
     g = torch.Generator().manual_seed(case.T * 31 + case.Hq)
     T, D, dtype = case.T, case.D, getattr(torch, case.dtype)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
@@ -68,13 +90,26 @@ def inputs(case: Case, device: Any = "cpu") -> dict[str, torch.Tensor]:
     found["dlse"] = draw(2, T, case.Hq).to(wide) * 0.1
     if case.sinks:
         found["sinks"] = draw(case.Hq).to(wide)
+    for name, shape in BIASES.get(case.bias, {}).items():
+        x = draw(*shape(2, case.Hq, T)).to(wide)
+        found[name] = torch.nn.functional.logsigmoid(x) if name == "log_f" else x
     return found
 
 
+def bias_of(case: Case, leaves: dict[str, torch.Tensor]) -> Any:
+    """The argument bias= of a case, made of its arrays."""
+    terms = [leaves["array"]] if "array" in leaves else []
+    terms += [saccade.alibi(leaves["slopes"])] if "slopes" in leaves else []
+    terms += [saccade.relative(leaves["table"], 4)] if "table" in leaves else []
+    if "log_f" in leaves:
+        terms.append(saccade.gates(leaves["log_f"], prune=1e-15 if "pruned" in case.bias else None))
+    return sum(terms[1:], terms[0]) if terms else None
+
+
 def differentiated(call: Any, x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """o, lse and the gradients of a call of (q, k, v, sinks)."""
+    """o, lse and the gradients of a call of the arrays by name."""
     leaves = {name: t.detach().clone().requires_grad_() for name, t in x.items() if name not in ("do", "dlse")}
-    o, lse = call(leaves["q"], leaves["k"], leaves["v"], leaves.get("sinks"))
+    o, lse = call(leaves)
     # rows without a key have lse = -inf, which nothing may be multiplied with
     total = (o.double() * x["do"].double()).sum() + torch.where(lse == -torch.inf, 0, lse * x["dlse"]).sum()
     total.backward()
@@ -83,21 +118,24 @@ def differentiated(call: Any, x: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 
 def whole(case: Case, x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The call in one process."""
-    mask = ALL_MASKS[case.mask](case.T)
+    mask = mask_of(case)
 
-    def call(q: Any, k: Any, v: Any, sinks: Any) -> Any:
-        return saccade.attention(q, k, v, mask, sinks=sinks, return_lse=True, **dict(case.options))
+    def call(leaves: dict[str, torch.Tensor]) -> Any:
+        more = {"sinks": leaves.get("sinks"), "bias": bias_of(case, leaves), **dict(case.options)}
+        return saccade.attention(leaves["q"], leaves["k"], leaves["v"], mask, return_lse=True, **more)
 
     return differentiated(call, x)
 
 
 def sliced(case: Case, x: dict[str, torch.Tensor], **more: Any) -> dict[str, torch.Tensor]:
     """The call on this rank's slices."""
-    mask = ALL_MASKS[case.mask](case.T)
-    parts = {name: t if name == "sinks" else shard(t, layout=case.layout) for name, t in x.items()}
+    mask = mask_of(case)
+    parts = {name: t if name in SHARED else shard(t, layout=case.layout) for name, t in x.items()}
 
-    def call(q: Any, k: Any, v: Any, sinks: Any) -> Any:
-        given = {"layout": case.layout, "length": case.T, "sinks": sinks, "return_lse": True, **dict(case.options)}
+    def call(leaves: dict[str, torch.Tensor]) -> Any:
+        q, k, v = (leaves[name] for name in "qkv")
+        given = {"layout": case.layout, "length": case.T, "sinks": leaves.get("sinks"), "return_lse": True}
+        given |= {"bias": bias_of(case, leaves), **dict(case.options)}
         if case.strategy == "ring":
             return ring_attention(q, k, v, mask, **given, **more)
         group = None
@@ -124,7 +162,7 @@ def errors(case: Case, device: Any = "cpu") -> dict[str, float]:
     found: dict[str, float] = {}
     for name, there in expected.items():
         here = got[name]
-        if name == "dsinks":
+        if name[1:] in SHARED:
             dist.all_reduce(here)
         else:
             there = shard(there, layout=case.layout)
@@ -145,7 +183,7 @@ def messages(case: Case) -> tuple[int, int]:
     x = inputs(case)
     sliced(case, x)
     parts = {name: shard(t, layout=case.layout) for name, t in x.items()}
-    peers, mask = peers_of(), ALL_MASKS[case.mask](case.T)
+    peers, mask = peers_of(), mask_of(case)
     before = peers.messages
     with torch.no_grad():
         ring_attention(parts["q"], parts["k"], parts["v"], mask, layout=case.layout, length=case.T)

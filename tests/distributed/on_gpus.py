@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from cases import ALL_MASKS, MASKS, MORE_MASKS, Case, differentiated, inputs, sliced
+from cases import MASKS, MORE_MASKS, SHARED, Case, differentiated, inputs, mask_of, sliced
 
 import saccade
 from saccade.distributed import PeerError, peers_of, ring_attention, shard
@@ -41,23 +41,45 @@ def cases(dtype: str) -> list[Case]:
     found += [Case(layout, mask, 8, 2, 2048, 128, dtype) for layout, mask in itertools.product(LAYOUTS, MASKS)]
     found += [Case(layout, mask, 4, 2, 517, 40, dtype) for layout, mask in itertools.product(LAYOUTS, MORE_MASKS)]
     found += [Case("zigzag", "causal", 4, 2, 1037, 64, dtype, (("softcap", 3.0), ("scale", 0.2)), sinks=True)]
+    found += [
+        Case("zigzag", mask, 8, 4, 1037, 64, dtype, strategy="ulysses", bias=bias)
+        for mask, bias in (("causal", "gates"), ("causal", "relative"), ("full", "alibi"), ("selected", ""))
+    ]
     return found
+
+
+def added(leaves: dict[str, torch.Tensor], T: int) -> torch.Tensor | float:
+    """The bias of arrays by name, as an array that broadcasts to [B, Hq, T, T]."""
+    total: torch.Tensor | float = 0.0
+    distance = torch.arange(T, device=leaves["q"].device)
+    distance = distance[:, None] - distance
+    if "slopes" in leaves:
+        total = total - leaves["slopes"][..., None, None] * distance.abs()
+    if "table" in leaves:
+        total = total + leaves["table"][..., (distance + 4).clamp(0, 8)]
+    if "log_f" in leaves:
+        sums = leaves["log_f"].double().cumsum(1).transpose(1, 2)
+        total = total + (sums[..., :, None] - sums[..., None, :])
+    return total
 
 
 def dense(case: Case, x: dict[str, torch.Tensor], dtype: torch.dtype, order: torch.Tensor) -> dict[str, torch.Tensor]:
     """Standard attention, every step rounded to dtype, dimensions of heads in this order."""
-    mask, options = ALL_MASKS[case.mask](case.T), dict(case.options)
+    mask, options = mask_of(case), dict(case.options)
     device = x["q"].device
     allowed = torch.ones(1, 1, case.T, case.T, dtype=torch.bool)
     if mask is not None:
         allowed = torch.from_numpy(mask.evaluate(2, case.Hq, case.T, case.T).copy())
     allowed = allowed.to(device)
 
-    def call(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+    def call(leaves: dict[str, torch.Tensor]) -> Any:
+        q, k, v = (leaves[name] for name in "qkv")
+        sinks, bias = leaves.get("sinks"), added(leaves, case.T)
         k, v = (a.repeat_interleave(case.Hq // case.Hk, 2) for a in (k, v))
         s = torch.einsum("bthd,bjhd->bhtj", q[..., order], k[..., order]) * options.get("scale", case.D**-0.5)
         if "softcap" in options:
             s = options["softcap"] * torch.tanh(s / options["softcap"])
+        s = s + (bias.to(s.dtype) if isinstance(bias, torch.Tensor) else bias)
         s = s.masked_fill(~allowed, -torch.inf)
         top = s.amax(-1, keepdim=True)
         if sinks is not None:
@@ -72,16 +94,18 @@ def dense(case: Case, x: dict[str, torch.Tensor], dtype: torch.dtype, order: tor
         lse = torch.where(empty, -torch.inf, top + torch.log(torch.where(empty, 1, total)))
         return o, lse[..., 0].transpose(1, 2)
 
-    wide = {name: a.to(dtype) if name not in ("do", "dlse") else a for name, a in x.items()}
-    return differentiated(call, wide)
+    # arrays of a bias keep their float32
+    rounded = ("q", "k", "v", "sinks") if dtype is not torch.float64 else tuple(x.keys() - {"do", "dlse"})
+    return differentiated(call, {name: a.to(dtype) if name in rounded else a for name, a in x.items()})
 
 
 def compare(case: Case, device: torch.device) -> list[str]:
     """What is outside the rule on this rank."""
     x = inputs(case, device)
     got = sliced(case, x)
-    if "dsinks" in got:
-        dist.all_reduce(got["dsinks"])
+    for name in SHARED:
+        if "d" + name in got:
+            dist.all_reduce(got["d" + name])
     natural = torch.arange(case.D, device=device)
     expected = dense(case, x, torch.float64, natural)
     generator = torch.Generator().manual_seed(1)
@@ -91,7 +115,7 @@ def compare(case: Case, device: torch.device) -> list[str]:
     found: list[str] = []
     for name, ref in expected.items():
         near = torch.stack([p[name] for p in plain]).double()
-        if name != "dsinks":
+        if name[1:] not in SHARED:
             ref = shard(ref, layout=case.layout)
             near = shard(near, layout=case.layout, dim=2)
         met = measure(name, got[name].double().cpu().numpy(), ref.cpu().numpy(), near.cpu().numpy(), kind)

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from cases import ALL_MASKS, MASKS, Case, all_errors
+from cases import ALL_MASKS, BIASES, MASKS, Case, all_errors
 from world import world
 
 from saccade import Unsupported
@@ -31,6 +31,15 @@ def test_heads_for_positions(size: int):
     some = [Case(layout, mask, *h, strategy="ulysses") for layout, mask, h in itertools.product(LAYOUTS, MASKS, heads)]
     more = [Case("zigzag", mask, strategy="ulysses") for mask in ALL_MASKS]
     close(size, [*some, *more, Case("zigzag", "causal", 4, 2, sinks=True, strategy="ulysses")])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("strategy", ["ulysses", "auto"])
+def test_what_belongs_to_whole_rows(size: int, strategy: str):
+    """Biases and selected keys, also with key heads that several ranks read."""
+    some = [Case(layout, "causal", 4, 2, strategy=strategy, bias=bias) for layout in LAYOUTS for bias in BIASES]
+    some += [Case(layout, "selected", 4, Hk, strategy=strategy) for layout in LAYOUTS for Hk in (1, 2, 4)]
+    close(size, [*some, Case("zigzag", "causal", 4, 2, strategy=strategy, bias="relative and gates", sinks=True)])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -63,9 +72,34 @@ def refused() -> list[str]:
         attention(q, q, q, strategy="ulysses")
     with pytest.raises(ValueError, match="expected 'auto' or one of ring, ulysses, gather"):
         attention(q, q, q, strategy="tree")
-    with pytest.raises(Unsupported, match="bias lies at whole rows"):
-        attention(q, q, q, bias=q)
+    chosen = sm.select(torch.zeros(1, 4, 9, 1, dtype=torch.int64))
+    for strategy in ("ring", "gather"):
+        with pytest.raises(Unsupported, match=r"bias lies at whole rows.*strategy=\"ulysses\""):
+            attention(q, q, q, bias=q, strategy=strategy)
+        with pytest.raises(Unsupported, match=r"lists of selected keys.*strategy=\"ulysses\""):
+            attention(q, q, q, chosen, strategy=strategy)
     return caught.value.reasons
+
+
+def disagreed() -> str:
+    import torch
+    import torch.distributed as dist
+
+    from saccade import gates, relative
+    from saccade.distributed import PeerError, attention
+
+    q = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(ValueError, match=r"log_f has shape \[1, 4, 4\]; expected \[B, n, Hq\] = \[1, 2, 4\]"):
+        attention(q, q, q, sm.causal(), bias=gates(torch.zeros(1, 4, 4)))
+    with pytest.raises(ValueError, match="select has lists for 2 key heads; expected Hk = 4"):
+        attention(q, q, q, sm.select(torch.zeros(1, 2, 4, 1, dtype=torch.int64)))
+    with pytest.raises(PeerError) as caught:
+        attention(q, q, q, bias=relative(torch.zeros(4, 3), dist.get_rank()))
+    return str(caught.value)
+
+
+def test_ranks_must_agree_on_the_bias():
+    assert all("table [4, 3] torch.float32 from" in told for told in world(2).run(disagreed))
 
 
 def test_what_is_refused():

@@ -8,12 +8,17 @@ from torch import Tensor
 
 from ..api import attention as whole_attention
 from ..arrays import ArrayOrTuple
+from ..biases import Bias
 from ..mask import Mask
+from ..mask.algebra import selected
+from ..mask.checks import check_shapes
+from ..mask.selection import others
 from ..operands import Options, Request, Side
-from .call import DistributedCall, Partition, prepare, untraced
+from ..problem import check_selection
+from .call import Partition, fingerprint, prepare, untraced
 from .comm import Peers, peers_of
 from .gather import gathered
-from .heads import Exchange, ToHeads, ToSlices, joined, mask_of
+from .heads import Exchange, ToHeads, ToSlices, bias_of, joined, mask_of
 from .layout import Layout, Runs, runs_of
 from .local import OverRanks
 from .refusal import taking_part
@@ -50,7 +55,10 @@ def attention(
             links, which `saccade explain --ranks` prints.
         group: as in `ring_attention`; or a DeviceMesh of two dimensions, ring × ulysses: its ranks have the slices row
             by row, heads are exchanged along its rows, and keys travel along its columns (Fang and Zhao, 2024).
-        layout, length, scale, softcap, sinks, bias, dropout, return_lse, backend: as in `ring_attention`.
+        bias: as in `saccade.attention`, of the whole sequence and the same on every rank; log_f of `gates` is this
+            rank's slice, [B, n, Hq]. Only "ulysses" computes it, and masks with `select`; "auto" then chooses it. The
+            gradients of arrays that all ranks have are this rank's contributions.
+        layout, length, scale, softcap, sinks, dropout, return_lse, backend: as in `ring_attention`.
 
     Returns:
         o [B, n, Hq, Dv]; with `return_lse` also lse [B, n, Hq], as in `ring_attention`.
@@ -78,26 +86,59 @@ def attention(
             raise ValueError(f"strategy is {strategy!r}; expected 'auto' or one of {', '.join(STRATEGIES)}")
         partition = Partition(peers, layout, length)
         if strategy == "auto":
-            setting = prepare("attention", partition, q, k, v, request)
-            strategy = estimates(setting.schedule, setting.problem)[0].strategy
-        setting = prepare(f"{strategy} attention", partition, q, k, v, request)
-        if strategy == "ring":
-            o, lse = OverRanks.apply(q, k, v, sinks, ring(setting, True))
-        elif strategy == "gather":
-            o, lse = OverRanks.apply(q, k, v, sinks, gathered(setting))
+            strategy = _fastest(partition, q, k, v, request)
+        if strategy == "ulysses":
+            o, lse = _by_heads(partition, q, k, v, request)
         else:
-            o, lse = _by_heads(setting, q, k, v, request)
+            setting = prepare(f"{strategy} attention", partition, q, k, v, request)
+            way = ring(setting, True) if strategy == "ring" else gathered(setting)
+            o, lse = OverRanks.apply(q, k, v, sinks, way)
     return (o, lse) if return_lse else o
 
 
-def _by_heads(setting: DistributedCall, q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor]:
-    p, peers = setting.problem, setting.peers
+def _fastest(partition: Partition, q: Tensor, k: Tensor, v: Tensor, request: Request) -> str:
+    # a bias and lists of keys are those of whole rows, which only the exchange of heads computes
+    if request.side.bias is not None or selected(request.mask) is not None:
+        return "ulysses"
+    setting = prepare("attention", partition, q, k, v, request)
+    return estimates(setting.schedule, setting.problem)[0].strategy
+
+
+def _by_heads(partition: Partition, q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor]:
+    mask, side, peers = request.mask, request.side, partition.peers
+    bias = side.bias if isinstance(side.bias, Bias) else Bias(array=side.bias)
+    rest = Request(others(mask), Side(sinks=side.sinks), request.options)
+    setting = prepare(f"ulysses attention{_of_whole_rows(bias, mask)}", partition, q, k, v, rest)
+    p, T = setting.problem, sum(setting.schedule.counts)
     require(p.Hq, p.Hk, peers.world)
+    if mask is not None:
+        check_selection(mask, p.Hk)
+        check_shapes(mask, p.B, T, T, p.Hq)
+    if bias.log_f is not None and bias.log_f.shape != q.shape[:3]:
+        raise ValueError(
+            f"log_f has shape {list(bias.log_f.shape)}; expected [B, n, Hq] = {list(q.shape[:3])}, of this rank's slice"
+        )
     exchange = Exchange(peers, setting.schedule.runs, p.Hq, setting.signature)
-    mine = exchange.heads(p.Hq, peers.rank)
-    q, k, v = ToHeads.apply(exchange, q, k, v)
-    o, lse = whole_attention(q, k, v, mask_of(request.mask, mine), return_lse=True, **_options(request, mine))
+    mine, keys = (exchange.heads(H, peers.rank) for H in (p.Hq, p.Hk))
+    gates = [] if bias.log_f is None else [bias.log_f[..., None]]
+    q, k, v, *gates = ToHeads.apply(exchange, q, k, v, *gates)
+    bias = bias_of(bias, mine, gates[0][..., 0] if gates else None)
+    options = _options(request, mine)
+    options["bias"] = None if side.bias is None else bias
+    o, lse = whole_attention(q, k, v, mask_of(mask, mine, keys), return_lse=True, **options)
     return ToSlices.apply(exchange, o, lse)
+
+
+def _of_whole_rows(bias: Bias, mask: Mask | None) -> str:
+    # on which all ranks agree
+    arrays = {"array": bias.array, "slopes": bias.slopes, "table": bias.table}
+    words = [f"; {name} {list(x.shape)} {x.dtype}" for name, x in arrays.items() if x is not None]
+    if bias.table is not None:
+        words.append(f" from {-bias.origin}")
+    if bias.log_f is not None:
+        words.append(f"; gates {bias.log_f.dtype}, prune {bias.prune}")
+    chosen = selected(mask)
+    return "".join(words) + ("" if chosen is None else f"; {fingerprint(chosen)}")
 
 
 def _by_mesh(
@@ -116,7 +157,7 @@ def _by_mesh(
     q, k, v = ToHeads.apply(exchange, q, k, v)
     options: dict[str, Any] = _options(request, mine) | {"bias": request.side.bias, "dropout": request.options.dropout}
     runs_of_rows = [joined(share)[0] for share in shares]
-    mask = mask_of(request.mask, mine)
+    mask = mask_of(request.mask, mine, exchange.heads(k.shape[2], heads.rank))
     o, lse = ring_attention(q, k, v, mask, layout=runs_of_rows, group=rows.group, length=T, return_lse=True, **options)
     return ToSlices.apply(exchange, o, lse)
 

@@ -17,6 +17,7 @@ from ..frameworks.call import check_mask
 from ..frameworks.torch_run import spec
 from ..frameworks.torch_state import transforms_active
 from ..mask import Mask
+from ..mask.algebra import selected
 from ..mask.contents import host
 from ..mask.memo import Memo
 from ..operands import Options, Request
@@ -29,6 +30,7 @@ from .schedule import Schedule, make_schedule
 _CALLS = Memo(64)
 _DIGESTS = Memo(64)
 BACKENDS = ("cpu", "triton")
+HEADS = 'call saccade.distributed.attention(..., strategy="ulysses")'
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -94,7 +96,9 @@ def refuse(request: Request, tensors: tuple[Any, ...]) -> None:
     reasons: list[str] = []
     options = request.options
     if request.side.bias is not None:
-        reasons.append("a bias lies at whole rows and columns: leave it out, or call saccade.attention on one rank")
+        reasons.append(f"a bias lies at whole rows and columns: {HEADS}")
+    if selected(request.mask) is not None:
+        reasons.append(f"lists of selected keys are those of whole rows: {HEADS}")
     if options.dropout:
         reasons.append("dropout draws by local rows and keys: leave it out")
     if options.backend not in (None, *BACKENDS):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..biases import Bias
 from ..mask import Mask
 from .comm import Peers
 from .layout import Run, count
@@ -115,15 +117,27 @@ class ToSlices(torch.autograd.Function):
         return None, *ctx.exchange.gather("positions for heads, backward", grads)
 
 
-def mask_of(mask: Mask | None, heads: slice) -> Mask | None:
-    """The mask of some query heads."""
+def mask_of(mask: Mask | None, heads: slice, key_heads: slice) -> Mask | None:
+    """The mask of some query heads and of the key heads that they read."""
     if mask is None:
         return None
     if mask.kind == "per_head":
         return Mask(mask.kind, (), mask.children[heads])
-    children = tuple(part for child in mask.children if (part := mask_of(child, heads)) is not None)
+    if mask.kind == "select":
+        return Mask(mask.kind, (mask.args[0][:, key_heads], *mask.args[1:]))
+    children = tuple(part for child in mask.children if (part := mask_of(child, heads, key_heads)) is not None)
     same = all(a is b for a, b in zip(children, mask.children, strict=True))
     return mask if same else Mask(mask.kind, mask.args, children)
+
+
+def bias_of(bias: Bias, heads: slice, log_f: Tensor | None) -> Bias:
+    """The bias of some query heads, with their gates."""
+    array = bias.array
+    if array is not None and len(array.shape) > 2 and array.shape[-3] > 1:
+        array = array[..., heads, :, :]
+    slopes = None if bias.slopes is None else bias.slopes[..., heads]
+    table = None if bias.table is None else bias.table[..., heads, :]
+    return replace(bias, array=array, slopes=slopes, table=table, log_f=log_f)
 
 
 def joined(shares: Sequence[tuple[Run, ...]]) -> tuple[tuple[Run, ...], tuple[tuple[Run, ...], ...]]:

@@ -56,7 +56,8 @@ def ring_attention(
         length: T, if the slices differ in length; None for n · P.
         scale, softcap: as in `saccade.attention`.
         sinks: [Hq]. Its gradient is this rank's contribution: sum it over the ranks, as for any parameter.
-        bias, dropout: not supported; they raise Unsupported.
+        bias, dropout: not supported, nor are masks with `select`; they raise Unsupported. `attention` with the strategy
+            "ulysses" computes a bias and selected keys.
         return_lse: return (o, lse).
         overlap: False waits for every message before computing, for measurements.
         backend: "cpu" or "triton"; None chooses by the device of the tensors.
