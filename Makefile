@@ -14,11 +14,11 @@ COMMIT ?=
 LOGS ?= docs/logs
 COMMA := ,
 # $(call LOGGED,python,commands): a log of machine, commit, date and what the commands print, in LOGS once all of them passed;
-# paths in it start at this folder
+# paths in it start at this folder, or at the packages of Python
 LOG = $@$(if $(filter-out 1/1,$(PART)),-$(subst /,-of-,$(PART))).log
 define LOGGED
 @mkdir -p build $(LOGS)
-set -o pipefail; { $(1) scripts/machine.py $(COMMIT) && $(2); } 2>&1 | sed -u 's|$(CURDIR)|.|g' | tee build/$(LOG)
+set -o pipefail; { $(1) scripts/machine.py $(COMMIT) && $(2); } 2>&1 | sed -u 's|$(CURDIR)|.|g; s|/[^ ]*/site-packages/|site-packages/|g' | tee build/$(LOG)
 mv build/$(LOG) $(LOGS)/$(LOG)
 endef
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -117,7 +117,7 @@ test-metal: dev ## the Metal kernels without a Mac: emulator, sanitizers, mutant
 # make test-gpu PART=1/4 COMMIT=abc LOGS=folder writes folder/test-gpu-1-of-4.log; MORE has further words for pytest, and a
 # choice in it (-k) may leave out the timed test (status 5)
 MORE ?=
-GPU_TEST = PYTHONPATH="src:$$PYTHONPATH" $(PYTHON) -m pytest --triton --all --timeout 900 --seed=$(SEED) $(MORE)
+GPU_TEST = PYTHONPATH="src:$$PYTHONPATH" $(PYTHON) -m pytest -p no:benchmark --triton --all --timeout 900 --seed=$(SEED) $(MORE)
 TIMED = tests/triton/on_gpu.py::test_two_hundred_shapes_leave_nothing_behind
 test-gpu: WORKERS = 14
 test-gpu: ## the contract suite on an NVIDIA GPU; PART=1/4 runs a slice

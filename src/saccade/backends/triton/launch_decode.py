@@ -45,7 +45,8 @@ def selected(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
     assert p.selection is not None
     keys = call.arrays.lists.n * p.selection.block
     tile = tiles.decode_tile(call.chip, p, call.arrays.k.page or 0, keys)
-    tile = tile._replace(BM=call.rows_of_group)
+    # a warp for 16 rows
+    tile = tile._replace(BM=call.rows_of_group, num_warps=max(tile.num_warps, call.rows_of_group // 16))
     blocks = call.blocks_of_groups(tile.BM)
     wanted = min(2 * multiprocessors(p.device) // max(1, p.B * p.Hk * blocks), keys // tiles.SPLIT_LEAST)
     each = -(-keys // max(1, wanted) // tile.BN) * tile.BN

@@ -15,7 +15,7 @@ from .common import START, Attention, Drop, entropy_of, entropy_share, log_add, 
 from .forward import Queries, fold, fold_keys
 from .masks import FULL, list_of, place_of, seen_by_all, segment
 from .rows import rows_of, store_rows
-from .selected import keys_at, list_at, plain_at, plain_keys, rows_of_groups
+from .selected import in_blocks, keys_at, list_at, plain_at, plain_keys, rows_of_groups
 
 
 class Ranges(NamedTuple):
@@ -52,9 +52,9 @@ def decode(
     """o and lse, or parts [B, Tq, Hq, n, DV] of n ranges, followed by their m and l [B, Tq, Hq, n, 2], and
     with ENTROPY by u [B, Tq, Hq, n].
 
-    With lengths each sequence has that many keys; without them the lists say which keys are visited. Grid: B x Hk x
-    ranges x blocks of BM rows; row r is query r // G of head hk G + r mod G. With selected keys the blocks are those of
-    every group of rows, and ranges count the keys of its list.
+    With lengths each sequence has that many keys; without them the lists say which keys are visited. Grid: Hk x B x
+    ranges x blocks of BM rows, the first one fastest; row r is query r // G of head hk G + r mod G. With selected keys
+    the blocks are those of every group of rows, ranges count the keys of its list, and the order is reversed.
     """
     drop, ranges = Drop(below, seed_low, seed_high), Ranges(left, right, split_keys, num_splits)
     _decode(results, ranges, Attention(arrays, scores, drop, place_of(arrays.words), config))
@@ -70,14 +70,18 @@ def _decode(results, ranges, attention):
     place = attention.place
     i = tl.program_id(0)
     Hk = place.Hq // place.G
-    hk, i = i % Hk, i // Hk
-    b, i = i % place.B, i // place.B
-    split, block = i % ranges.n, i // ranges.n
     lists = attention.arrays.lists
     if lists is None:
+        hk, i = i % Hk, i // Hk
+        b, i = i % place.B, i // place.B
+        split, block = i % ranges.n, i // ranges.n
         r = block * BM + tl.arange(0, BM)
         t, h, ok = r // place.G, hk * place.G + r % place.G, r < place.Tq * place.G
     else:
+        # one key head after another: the L2 cache holds the keys that their groups read
+        block, i = in_blocks(place, lists, i, BM)
+        split, i = i % ranges.n, i // ranges.n
+        b, hk = i % place.B, i // place.B
         group, t, h, ok = rows_of_groups(place, lists, hk, block, BM)
     rows = rows_of(attention.arrays.q, (b, h, t), ok, config.D, config.BLOCK_D, True)
     acc = tl.zeros([BM, BLOCK_DV], tl.float32)

@@ -37,13 +37,19 @@ def rows_of_groups(place, lists, hk, i, BM: tl.constexpr):
 
 
 @triton.jit
+def in_blocks(place, lists, i, BM: tl.constexpr):
+    """(block, the rest of number i), where blocks of all groups of a key head are counted fastest."""
+    blocks = lists.groups * ((lists.rows * place.G + BM - 1) // BM)
+    return i % blocks, i // blocks
+
+
+@triton.jit
 def row_block(place, lists, BM: tl.constexpr):
     """(group, batch entry, heads, key head, rows t, which exist) of a program. Grid: blocks of groups x B x Hk."""
-    i = tl.program_id(0)
-    Hk = place.Hq // place.G
-    hk, i = i % Hk, i // Hk
-    group, t, h, ok = rows_of_groups(place, lists, hk, i // place.B, BM)
-    return group, i % place.B, h, hk, t, ok
+    block, i = in_blocks(place, lists, tl.program_id(0), BM)
+    b, hk = i % place.B, i // place.B
+    group, t, h, ok = rows_of_groups(place, lists, hk, block, BM)
+    return group, b, h, hk, t, ok
 
 
 @triton.jit
