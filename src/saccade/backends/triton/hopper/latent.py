@@ -40,7 +40,7 @@ ROW, VALUE, HALF, SIDE = 576, 512, 256, 64
 # the keys of a range are a multiple of a pair of tiles
 QUANTUM = 2 * SIDE
 LOG2E = math.log2(math.e)
-# scores of a query
+# the portable kernel computes fewer scores than this, of one query of every sequence
 LEAST = 1 << 15
 # of more ranges, the kernel that merges them would spill
 MOST_RANGES = 32
