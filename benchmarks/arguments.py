@@ -8,6 +8,9 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import TypeVar
 
+from saccade.cli.bench.machine import Environment, gpu_environment
+from saccade.cli.bench.rows import Row, kept
+
 T = TypeVar("T")
 # by peer: the module that it needs, and the package that contains it
 PACKAGES = {
@@ -27,6 +30,26 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--commit", default="", help="the commit to write if git reports none")
     parser.add_argument("--resume", action="store_true", help="keep the cases that `out` already has of this commit")
     return parser
+
+
+def gpu_parser(description: str | None) -> argparse.ArgumentParser:
+    """`parser`, and --using."""
+    words = parser(description)
+    words.add_argument("--using", nargs="*", default=[], help="forms of the kernels that all calls use")
+    return words
+
+
+def started(words: argparse.ArgumentParser) -> tuple[argparse.Namespace, Environment, list[Row]]:
+    """The arguments, the environment with the GPU, and the rows that --resume keeps; prints the versions of peers."""
+    # other scripts choose the number of threads before torch is imported
+    import torch
+
+    args = words.parse_args()
+    torch.manual_seed(0)
+    env = gpu_environment(args.commit)
+    earlier = kept(args.out, env) if args.resume else []
+    print(env.driver, *(f"{peer} {version_of(peer)}" for peer in PACKAGES), f"{len(earlier)} rows kept", sep="; ")
+    return args, env, earlier
 
 
 def chosen(items: Iterable[T], part: str) -> list[T]:

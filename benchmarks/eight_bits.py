@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from arguments import parser
+from arguments import gpu_parser, started
 from torch import Tensor
 
 import saccade
-from saccade.cli.bench.machine import Environment, gpu_environment
+from saccade.cli.bench.machine import Environment
 from saccade.cli.bench.rows import Row, write
 from saccade.testing import forms
 
@@ -84,13 +84,11 @@ def rows(env: Environment, Tk: int) -> Iterator[Row]:
 
 def main() -> None:
     """Measure and write the rows."""
-    words = parser(__doc__)
+    words = gpu_parser(__doc__)
     words.add_argument("--keys", type=int, default=KEYS)
-    words.add_argument("--using", nargs="*", default=[], help="forms of the kernels that all calls use")
-    args = words.parse_args()
-    torch.manual_seed(0)
+    args, env, _ = started(words)
     with forms.using(args.using):
-        write(args.out, rows(gpu_environment(args.commit), args.keys))
+        write(args.out, rows(env, args.keys))
 
 
 if __name__ == "__main__":

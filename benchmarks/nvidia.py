@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from arguments import PACKAGES, chosen, parser, version_of
+from arguments import chosen, gpu_parser, started, version_of
 from nvidia_cases import BUCKETS, HOST, SUITES, Case, allowed_of, ids_of, mask_of, term_of
 from nvidia_peers import PEERS
 
@@ -25,8 +25,8 @@ import saccade
 from saccade import mask as masks
 from saccade.backends import load
 from saccade.cli.bench.clocks import by_clock, by_events, by_replays, timing
-from saccade.cli.bench.machine import Environment, gpu_environment
-from saccade.cli.bench.rows import Row, kept, note, write
+from saccade.cli.bench.machine import Environment
+from saccade.cli.bench.rows import Row, note, write
 from saccade.mask.lowering import lower
 from saccade.plan import make_plan
 from saccade.problem import Problem, Scores
@@ -259,18 +259,14 @@ def run(case: Case, env: Environment, args: Namespace) -> Iterator[Row]:
 
 def main() -> None:
     """Measure and write the rows."""
-    words = parser(__doc__)
+    words = gpu_parser(__doc__)
     words.add_argument("--suite", nargs="*", default=list(SUITES))
     words.add_argument("--peers", nargs="*", default=list(PEERS))
     words.add_argument("--forms", action="store_true", help="also measure new forms of the kernels")
-    words.add_argument("--using", nargs="*", default=[], help="forms of the kernels that all calls use")
-    args = words.parse_args()
-    env = gpu_environment(args.commit)
-    earlier = kept(args.out, env) if args.resume else []
+    args, env, earlier = started(words)
     done = {row.case for row in earlier}
     cases = [case for suite in args.suite for case in SUITES[suite]() if args.only in case.name]
     cases = [case for case in chosen(cases, args.part) if case.name not in done]
-    print(env.driver, *(f"{peer} {version_of(peer)}" for peer in PACKAGES), f"{len(done)} cases kept", sep="; ")
     with forms.using(args.using):
         write(args.out, (row for case in cases for row in run(case, env, args)), earlier)
 

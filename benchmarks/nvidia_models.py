@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from arguments import PACKAGES, chosen, parser, version_of
+from arguments import chosen, gpu_parser, started
 from nvidia_recurrent import reached
 from selected import calls as attention_calls
 from torch import Tensor
@@ -22,8 +22,7 @@ from torch import Tensor
 import saccade
 from saccade import mask
 from saccade.cli.bench.clocks import by_events, by_replays, timing
-from saccade.cli.bench.machine import gpu_environment
-from saccade.cli.bench.rows import Row, kept, note, write
+from saccade.cli.bench.rows import Row, note, write
 from saccade.testing import forms
 
 LATENT, ROPE, D = 512, 64, 128
@@ -128,14 +127,8 @@ def selected_rows(case: Selected, base: Row) -> Iterator[Row]:
 
 def main() -> None:
     """Measure and write the rows."""
-    words = parser(__doc__)
-    words.add_argument("--using", nargs="*", default=[], help="forms of the kernels that all calls use")
-    args = words.parse_args()
-    torch.manual_seed(0)
-    env = gpu_environment(args.commit)
-    earlier = kept(args.out, env) if args.resume else []
+    args, env, earlier = started(gpu_parser(__doc__))
     done = {row.case for row in earlier}
-    print(env.driver, *(f"{peer} {version_of(peer)}" for peer in PACKAGES), sep="; ")
     base, ceilings = Row(*env, "", "", "", "bfloat16"), reached()
     base = base.with_text(note({f"{unit} of torch": rate for unit, rate in ceilings.items()}))
     cases = [case for case in (*LATENTS, *SELECTED) if args.only in case.name and case.name not in done]

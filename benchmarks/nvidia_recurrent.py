@@ -24,15 +24,14 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from arguments import PACKAGES, chosen, parser, version_of
+from arguments import chosen, gpu_parser, started, version_of
 from nvidia_cases import HOST
 from torch import Tensor
 from torch.nn import functional as F
 
 from saccade import recurrent
 from saccade.cli.bench.clocks import by_clock, by_events, timing
-from saccade.cli.bench.machine import gpu_environment
-from saccade.cli.bench.rows import Row, kept, note, write
+from saccade.cli.bench.rows import Row, note, write
 from saccade.errors import Unsupported
 from saccade.testing import forms
 
@@ -249,13 +248,7 @@ def every(base: Row, args: argparse.Namespace, earlier: list[Row]) -> Iterator[R
 
 def main() -> None:
     """Measure and write the rows."""
-    words = parser(__doc__)
-    words.add_argument("--using", nargs="*", default=[], help="forms of the kernels that all calls use")
-    args = words.parse_args()
-    torch.manual_seed(0)
-    env = gpu_environment(args.commit)
-    earlier = kept(args.out, env) if args.resume else []
-    print(env.driver, *(f"{peer} {version_of(peer)}" for peer in PACKAGES), sep="; ")
+    args, env, earlier = started(gpu_parser(__doc__))
     with forms.using(args.using):
         write(args.out, every(Row(*env, "", "", "forward"), args, earlier), earlier)
 
