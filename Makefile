@@ -14,11 +14,11 @@ COMMIT ?=
 LOGS ?= docs/logs
 COMMA := ,
 # $(call LOGGED,python,commands): a log of machine, commit, date and what the commands print, in LOGS once all of them passed;
-# paths in it start at this folder, or at the folder of Python
+# paths in it start at this folder, or at the folder of Python; where pip looks for packages is left out
 LOG = $@$(if $(filter-out 1/1,$(PART)),-$(subst /,-of-,$(PART))).log
 define LOGGED
 @mkdir -p build $(LOGS)
-set -o pipefail; { $(1) scripts/machine.py $(COMMIT) && $(2); } 2>&1 | sed -u 's|$(CURDIR)|.|g; s|/[^ ]*/lib/python|python|g' | tee build/$(LOG)
+set -o pipefail; { $(1) scripts/machine.py $(COMMIT) && $(2); } 2>&1 | sed -u 's|$(CURDIR)|.|g; s,\(^\|[^.]\)/[^ ]*/lib/python,\1python,g; /^WARNING: Location/d; /^Looking in /d' | tee build/$(LOG)
 mv build/$(LOG) $(LOGS)/$(LOG)
 endef
 export PATH := $(CURDIR)/$(BIN):$(PATH)

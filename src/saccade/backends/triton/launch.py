@@ -144,10 +144,8 @@ class AttentionLaunch(Launches):
     @property
     def rows_of_group(self) -> int:
         """The rows of a tile of a group with selected keys: all query heads of a key head, as many as fit a tile."""
-        # more rows spill where products take their operands from registers
-        of_dq = tiles.tile_of("dq", self.chip, self.problem)
-        most = max(64, of_dq.BM) if self.chip == "sm_90" else 64
-        return min(most, tiles.block(self.problem.G * self.arrays.lists.rows))
+        rows = tiles.block(self.problem.G * self.arrays.lists.rows)
+        return min(tiles.most_selected_rows(self.chip, self.problem), rows)
 
     def blocks_of_groups(self, BM: int) -> int:
         """How many blocks of BM rows the groups of a key head have."""
@@ -247,10 +245,7 @@ def _dkdv(call: AttentionLaunch, n: int, arrays: Arrays, grads: Gradients) -> No
 
 def _dkdv_of_chunks(call: AttentionLaunch, n: int, arrays: Arrays, grads: Gradients) -> None:
     p, at, lists = call.problem, call.lists(n), arrays.lists
-    assert p.selection is not None
-    tile = tiles.tile_of("dkdv", call.chip, p)
-    # a group of rows that selects one block of a tile computes with all of its keys
-    tile = tile.of(keys=min(tile.BN, max(tiles.LEAST, tiles.block(p.selection.block))))
+    tile = tiles.of_selected_keys("dkdv", call.chip, p)
     # a chunk is a quarter of a multiprocessor's share of the rows that all entries have
     rows = p.B * p.Hk * lists.groups * lists.n * lists.rows * p.G // (4 * multiprocessors(p.device))
     chunks = chunks_of(lists, p, tile.BN, max(8 * tile.BM, rows), p.D + p.Dv)

@@ -93,6 +93,18 @@ def tile_of(kernel: str, chip: str, problem: Problem) -> Tile:
     return sizes.of(rows=min(16, sizes.BM)) if problem.D > WIDEST and is_small(chip) else sizes
 
 
+def of_selected_keys(kernel: str, chip: str, problem: Problem) -> Tile:
+    """The tile of a kernel that owns keys: a group that selects one block of a tile computes with all of its keys."""
+    assert problem.selection is not None
+    tile = tile_of(kernel, chip, problem)
+    return tile.of(keys=min(tile.BN, max(LEAST, block(problem.selection.block))))
+
+
+def most_selected_rows(chip: str, problem: Problem) -> int:
+    """The rows of a tile with selected keys; more spill where products take their operands from registers."""
+    return max(LEAST, tile_of("dq", chip, problem).BM) if chip == "sm_90" else LEAST
+
+
 def is_small(chip: str) -> bool:
     """Whether a program has 99 KiB of shared memory or less."""
     return _ALIKE.get(chip, chip) == "sm_86"
