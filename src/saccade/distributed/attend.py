@@ -111,7 +111,8 @@ def _by_heads(partition: Partition, q: Tensor, k: Tensor, v: Tensor, request: Re
     setting = prepare(f"ulysses attention{_of_whole_rows(bias, mask)}", partition, q, k, v, rest)
     p, T = setting.problem, sum(setting.schedule.counts)
     require(p.Hq, p.Hk, peers.world)
-    if mask is not None:
+    if mask is not None and selected(mask) is not None:
+        # `prepare` has checked the others
         check_selection(mask, p.Hk)
         check_shapes(mask, p.B, T, T, p.Hq)
     if bias.log_f is not None and bias.log_f.shape != q.shape[:3]:

@@ -245,7 +245,7 @@ def _dkdv(call: AttentionLaunch, n: int, arrays: Arrays, grads: Gradients) -> No
 
 def _dkdv_of_chunks(call: AttentionLaunch, n: int, arrays: Arrays, grads: Gradients) -> None:
     p, at, lists = call.problem, call.lists(n), arrays.lists
-    tile = tiles.of_selected_keys("dkdv", call.chip, p)
+    tile = tiles.of_selected_keys(call.chip, p)
     # a chunk is a quarter of a multiprocessor's share of the rows that all entries have
     rows = p.B * p.Hk * lists.groups * lists.n * lists.rows * p.G // (4 * multiprocessors(p.device))
     chunks = chunks_of(lists, p, tile.BN, max(8 * tile.BM, rows), p.D + p.Dv)

@@ -93,10 +93,10 @@ def tile_of(kernel: str, chip: str, problem: Problem) -> Tile:
     return sizes.of(rows=min(16, sizes.BM)) if problem.D > WIDEST and is_small(chip) else sizes
 
 
-def of_selected_keys(kernel: str, chip: str, problem: Problem) -> Tile:
-    """The tile of a kernel that owns keys: a group that selects one block of a tile computes with all of its keys."""
+def of_selected_keys(chip: str, problem: Problem) -> Tile:
+    """The tile of "dkdv": a group of rows that selects one block of a tile computes with all of its keys."""
     assert problem.selection is not None
-    tile = tile_of(kernel, chip, problem)
+    tile = tile_of("dkdv", chip, problem)
     return tile.of(keys=min(tile.BN, max(LEAST, block(problem.selection.block))))
 
 

@@ -12,6 +12,7 @@ rest, which its scores alone need, and are handed over with the running maximum.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -231,7 +232,7 @@ def _take(m, l, pipeline, STAGE: gl.constexpr, pair):
     """(m, l, factor of earlier sums) after the tile whose weights the other warpgroup hands over."""
     mbarrier.wait(pipeline.ready.index(STAGE), pair & 1)
     alpha = pipeline.rows.index(2 * STAGE + 1).load(m.type.layout)
-    l = l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout)), 1)
+    l = l * by_row(alpha, l)
     return pipeline.rows.index(2 * STAGE).load(m.type.layout), l, alpha
 
 
@@ -399,10 +400,10 @@ def decode_latent(q, q_rest, k, k_rest, cache, out, work):
 
 def computes(p: Problem) -> bool:
     """Whether this kernel decodes a problem, if values are a view of keys: 16-bit floats, and no options."""
-    reach = reach_of(p.mask)
     if (p.D, p.Dv, p.Hk) != (ROW, VALUE, 1) or p.quantised or p.uses - {"source"}:
         return False
     # a query sees all keys up to its position or, without a mask, all
+    reach = reach_of(p.mask)
     if p.dtype not in ("bfloat16", "float16") or p.scores.scale <= 0 or reach is None or reach[0] != INF:
         return False
     # few keys are decoded faster without copies by descriptors, many queries of few heads in one tile
@@ -410,17 +411,20 @@ def computes(p: Problem) -> bool:
 
 
 def takes(call: AttentionLaunch) -> bool:
-    """Whether this kernel decodes a call: its cache stores latent rows, in pages of whole tiles or none."""
+    """Whether the arrays of a problem that it `computes` are a latent cache, in pages of whole tiles or none."""
     shared, page = call.columns.SHARED and call.arrays.lengths is not None, call.arrays.k.page or 0
-    return shared and not page % SIDE and computes(call.problem)
+    return shared and not page % SIDE
 
 
-def ranges_of(p: Problem, blocks: int) -> tuple[int, int]:
-    """(number of ranges, keys per range), which take the least time as far as it is known."""
-    programs, rows, tokens = p.B * blocks, p.B * p.Tq * p.Hq, max(1, p.Tk)
+@lru_cache(256)
+def ranges_of(programs: int, rows: int, tokens: int, chips: int) -> tuple[int, int]:
+    """(number of ranges, keys per range), which take the least time as far as it is known.
+
+    programs: of one range. rows: queries of all heads. chips: multiprocessors.
+    """
 
     def microseconds(n: int) -> float:
-        rounds, pairs = -(-programs * n // multiprocessors(p.device)), -(-tokens // (n * QUANTUM))
+        rounds, pairs = -(-programs * n // chips), -(-tokens // (n * QUANTUM))
         merging = MERGE + n * rows * VALUE * 8 / MERGED if n > 1 else 0
         return rounds * (START + PAIR * pairs) + merging
 
@@ -433,7 +437,7 @@ def decode(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
     """Compute o [B, Tq, Hq, 512] and lse [B, Tq, Hq] of a call that it `takes`."""
     p, (q, k, _) = call.problem, call.qkv
     blocks, count = p.Tq * -(-p.Hq // SIDE), p.B * p.Tq * p.Hq
-    n, keys = ranges_of(p, blocks)
+    n, keys = ranges_of(p.B * blocks, count, max(1, p.Tk), multiprocessors(p.device))
     parts = call.scratch(n * count * (VALUE + 2), like=lse) if n > 1 else None
     heads, right = q.p.transpose(1, 2), (reach_of(p.mask) or (0, 0))[1]
     copied = (descriptor(x, SIDE, columns=m) for x in (heads, k.p) for m in (HALF, ROW - VALUE))
