@@ -148,7 +148,8 @@ def settings_of(args: argparse.Namespace, context: int, dtype: str, steps: int, 
 
     batch = max(1, args.tokens // context)
     changed = {"context": context, "batch": batch, "dtype": dtype, "steps": steps, "seed": seed, "validation_rows": 4}
-    return {**preset_settings(args.preset), **changed, "data": str(args.data), "checkpoint_every": 1 << 30}
+    changed["checkpoint_every"] = 1 << 30
+    return {**preset_settings(args.preset), **changed, **args.changes, "data": str(args.data)}
 
 
 def chosen_peers(args: argparse.Namespace, documents: bool) -> list[str]:
@@ -219,6 +220,7 @@ def main() -> None:
     words.add_argument("--dtype", nargs="*", default=["float32", "bfloat16"])
     words.add_argument("--tokens", type=int, default=4096, help="of a step")
     words.add_argument("--steps", type=int, default=12)
+    words.add_argument("--changes", type=json.loads, default={}, help="JSON of settings other than the preset's")
     words.add_argument("--losses", type=int, default=0, help="steps of a run whose losses are compared")
     words.add_argument("--device", default="cpu")
     args = words.parse_args()

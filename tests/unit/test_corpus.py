@@ -72,8 +72,17 @@ def test_a_folder_is_made_once(files: list[Source], tmp_path: Path) -> None:
         prepare(tmp_path / "tokens", "bpe", 400, files)
     with pytest.raises(ValueError, match="needs one of 257"):
         prepare(tmp_path / "tokens", "bytes", 300, files)
+    prepare(tmp_path / "bytes", "bytes", 300, files)
+    with pytest.raises(ValueError, match="vocabulary of 257, and this run needs one of 300"):
+        prepare(tmp_path / "bytes", "bpe", 300, files)
     other = prepare(tmp_path / "other", "bpe", 300, files)
     assert other.fingerprint != first.fingerprint
+
+
+def test_texts_may_be_too_few_for_a_vocabulary(files: list[Source], tmp_path: Path) -> None:
+    first = prepare(tmp_path / "tokens", "bpe", 50_257, files)
+    assert 257 < first.tokenizer.vocab_size < 50_257
+    assert prepare(tmp_path / "tokens", "bpe", 50_257, files).fingerprint == first.fingerprint
 
 
 def test_a_kill_leaves_nothing_that_is_opened(files: list[Source], tmp_path: Path, monkeypatch) -> None:

@@ -11,7 +11,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
 from saccade import mask as masks  # noqa: E402
+from saccade.models import blocks  # noqa: E402
 from saccade.models.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
+from saccade.models.data import IGNORED  # noqa: E402
 from saccade.models.files import write_atomic  # noqa: E402
 from saccade.models.llama import Llama, LlamaConfig  # noqa: E402
 from saccade.models.settings import Settings  # noqa: E402
@@ -97,6 +99,21 @@ def test_gradients_are_llamas() -> None:
         losses.append(plain_llama(moved, tokens).square().sum())
     expected = (losses[0] - losses[1]) / 2e-5
     torch.testing.assert_close((weight.grad.double() * step).sum(), expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("logits", [2**31, 61 * 7, 1])
+def test_cross_entropy_in_parts(logits: int, monkeypatch) -> None:
+    monkeypatch.setattr(blocks, "LOGITS", logits)
+    model, tokens = small().double(), some_tokens(2, 20)
+    targets = tokens.roll(-1, 1)
+    targets[0, 5:8] = IGNORED
+    expected = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
+    total = model(tokens, targets=targets)
+    torch.testing.assert_close(total, expected)
+    parameters = list(model.parameters())
+    gradients = (torch.autograd.grad(x, parameters) for x in (total, expected))
+    for got, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, wanted)
 
 
 def test_names_are_hugging_faces() -> None:

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from ..caches.contiguous import KVCache
 from ..caches.paged import PagedKVCache
 from ..distributed.context import Where
 from ..rope import rotated
+from .data import IGNORED
 from .states import StackCache, Turn
 from .stores import Cached, attend
 
@@ -30,6 +32,10 @@ def turned(x: Tensor, turn: Turn | None) -> Tensor:
     width = 2 * turn[0].shape[-1]
     first = rotated(x[..., :width].to(turn[0].dtype), *turn, False).to(x.dtype)
     return first if width == x.shape[-1] else torch.cat([first, x[..., width:]], -1)
+
+
+# the most logits of a cross-entropy that are in memory at a time
+LOGITS = 1 << 31
 
 
 class Decoder(nn.Module):
@@ -76,13 +82,34 @@ class Decoder(nn.Module):
         mask: Mask | None = None,
         caches: Sequence[Cached] | StackCache | None = None,
         backend: Where = None,
+        targets: Tensor | None = None,
     ) -> Tensor:
-        """The logits [B, T, vocab] of every token's successor.
+        """The logits [B, T, vocab] of every token's successor; with targets their `cross_entropy`.
 
         tokens: int64 [B, T]. positions: [T] or [B, T], by default counted from 0, or from each sequence's cached
-        length. mask: by default `causal()`. caches: one per layer, to which the tokens are appended.
+        length. mask: by default `causal()`. caches: one per layer, to which the tokens are appended. targets: int64
+        [B, T], the successors.
         """
-        return self.logits(self.hidden(tokens, positions, mask, caches, backend))
+        hidden = self.hidden(tokens, positions, mask, caches, backend)
+        return self.logits(hidden) if targets is None else self.cross_entropy(hidden, targets)
+
+    def cross_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """The sum in nats over all tokens, except those whose target is `IGNORED`; at least in float32.
+
+        hidden [B, T, width] and targets [B, T]. `LOGITS` are in memory at a time; the backward computes more of them
+        again.
+        """
+        hidden, targets = hidden.flatten(0, 1), targets.flatten()
+        rows = max(1, LOGITS // self.config.vocab_size)
+        if len(targets) <= rows:
+            return self._cross_entropy(hidden, targets)
+        parts = zip(hidden.split(rows), targets.split(rows), strict=True)
+        return torch.stack([checkpoint(self._cross_entropy, *part, use_reentrant=False) for part in parts]).sum()
+
+    def _cross_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        logits = self.logits(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
 
     def make_caches(self, batch: int, capacity: int, quantised: str | None = None) -> list[KVCache] | StackCache:
         """An empty cache per layer for `batch` sequences of up to `capacity` tokens, in the model's dtype.

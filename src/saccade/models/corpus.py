@@ -46,8 +46,8 @@ class Source(NamedTuple):
 class Corpus:
     """Documents of a folder, and what they were made of.
 
-    packages: bytes of text by "NAME VERSION". fingerprint: of tokens and their division into
-    documents.
+    packages: bytes of text by "NAME VERSION". fingerprint: of tokens and their division into documents. wanted: the
+    vocabulary that was asked for; of few texts, the tokenizer has fewer.
     """
 
     documents: Documents
@@ -55,6 +55,7 @@ class Corpus:
     tokenizer: Tokenizer
     packages: dict[str, int]
     fingerprint: str
+    wanted: int
 
     @property
     def bytes(self) -> int:
@@ -123,11 +124,10 @@ def prepare(
     say: called with a few words before each part that takes seconds.
     Raises ValueError if the folder has tokens of another vocabulary, or the files have no text; and as `open_corpus`.
     """
-    folder = Path(folder)
+    folder, wanted = Path(folder), vocab if tokenizer == "bpe" else 257
     if (folder / INDEX).exists():
         corpus = open_corpus(folder)
-        wanted = vocab if tokenizer == "bpe" else 257
-        if corpus.tokenizer.vocab_size != wanted:
+        if wanted not in (corpus.wanted, corpus.tokenizer.vocab_size):
             raise ValueError(
                 f"{folder} has tokens of a vocabulary of {corpus.tokenizer.vocab_size}, and this run needs one of "
                 f"{wanted}; choose another folder with --data, or remove this one"
@@ -143,12 +143,12 @@ def prepare(
     folder.mkdir(parents=True, exist_ok=True)
     chosen.save(folder / TOKENIZER)
     say(f"turning {sum(len(text) for _, text in texts) / 1e6:.0f} MB of text into tokens, once")
-    write(folder, chosen, texts)
+    write(folder, chosen, texts, wanted)
     return open_corpus(folder)
 
 
-def write(folder: Path, tokenizer: Tokenizer, texts: Sequence[tuple[Source, str]]) -> None:
-    """Write `tokens.bin`, then `tokens.json`; what a kill leaves behind is not opened."""
+def write(folder: Path, tokenizer: Tokenizer, texts: Sequence[tuple[Source, str]], wanted: int) -> None:
+    """Write `tokens.bin`, then `tokens.json`; what a kill leaves behind is not opened. wanted: as in `Corpus`."""
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32).newbyteorder("<")
     lengths, packages, digest = list[int](), dict[str, int](), hashlib.blake2b(digest_size=32)
     path = folder / TOKENS
@@ -172,6 +172,7 @@ def write(folder: Path, tokenizer: Tokenizer, texts: Sequence[tuple[Source, str]
         "dtype": dtype.name,
         "digest": digest.hexdigest(),
         "vocab": tokenizer.vocab_size,
+        "wanted": wanted,
         "packages": packages,
         "files": [f"{file.package}/{file.name}" for file, _ in texts],
         "lengths": lengths,
@@ -210,4 +211,5 @@ def open_corpus(folder: str | Path) -> Corpus:
         raise ValueError(f"{folder / TOKENIZER} is not the tokenizer of {INDEX}; {remedy}")
     digest.update(lengths.tobytes() + held_out.tobytes())
     documents = Documents(stream, np.cumsum(lengths) - lengths, lengths)
-    return Corpus(documents, held_out, tokenizer, packages, digest.hexdigest())
+    wanted = int(index.get("wanted", tokenizer.vocab_size))
+    return Corpus(documents, held_out, tokenizer, packages, digest.hexdigest(), wanted)

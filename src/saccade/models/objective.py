@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from .. import mask as masks
@@ -62,11 +61,9 @@ class Objective:
 
         # a ring plans its steps on the host
         mask = self.mask_of(batch, self.device if ranks is None else None)
+        tokens, positions, targets = (mine(x) for x in (batch.tokens, batch.positions, batch.targets))
         with torch.autocast(**self.precision):
-            logits = self.model(mine(batch.tokens), mine(batch.positions), mask, backend=ranks or self.backend)
-        # at least in float32, also if the logits are not
-        logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-        return functional.cross_entropy(logits, mine(batch.targets).flatten(), ignore_index=IGNORED, reduction="sum")
+            return self.model(tokens, positions, mask, backend=ranks or self.backend, targets=targets)
 
     @torch.no_grad()
     def mean(self, batch: Batch) -> Tensor:

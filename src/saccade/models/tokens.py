@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 END = 0
 END_TEXT = "<|end|>"
 BPE_SAMPLE = 4_000_000
+# at least so many for each token of the vocabulary: fewer do not have enough different pieces
+BPE_SAMPLE_PER_TOKEN = 244
 KINDS = ("bpe", "bytes")
 TOKENIZER, FORMAT = "tokenizer.json", "tokenizer_config.json"
 
@@ -73,7 +75,10 @@ class Bpe:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Bpe:
-        """Trains on the first `BPE_SAMPLE` characters. Raises ValueError for a vocabulary below 257."""
+        """Trains on the first `BPE_SAMPLE` characters, or more for a large vocabulary, which is smaller if the texts are.
+
+        Raises ValueError for a vocabulary below 257.
+        """
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
         if vocab_size < 257:
@@ -87,7 +92,8 @@ class Bpe:
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
-        inner.train_from_iterator(first_characters(texts, BPE_SAMPLE), trainer)
+        characters = max(BPE_SAMPLE, BPE_SAMPLE_PER_TOKEN * vocab_size)
+        inner.train_from_iterator(first_characters(texts, characters), trainer)
         return cls(inner)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:

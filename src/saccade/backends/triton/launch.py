@@ -144,8 +144,7 @@ class AttentionLaunch(Launches):
     @property
     def rows_of_group(self) -> int:
         """The rows of a tile of a group with selected keys: all query heads of a key head, as many as fit a tile."""
-        rows = tiles.block(self.problem.G * self.arrays.lists.rows)
-        return min(tiles.most_selected_rows(self.chip, self.problem), rows)
+        return min(tiles.LEAST, tiles.block(self.problem.G * self.arrays.lists.rows))
 
     def blocks_of_groups(self, BM: int) -> int:
         """How many blocks of BM rows the groups of a key head have."""

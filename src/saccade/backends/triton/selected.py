@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton.language as tl
 
@@ -31,9 +33,12 @@ def lists_of(p: Problem, device: torch.device) -> Lists:
     counts = (indices != LAST).sum(-1, dtype=torch.int32)
     # a group has no more rows than there are
     rows = max(1, min(selection.rows, p.Tq))
+    return Lists(indices, counts, heads * groups if batch > 1 else 0, groups, n, _constant(selection.block), rows)
+
+
+def _constant(n: int) -> Any:
     # the interpreter has plain numbers, with which an operator of a constant on the right fails
-    block = selection.block if interpreted() else tl.constexpr(selection.block)
-    return Lists(indices, counts, heads * groups if batch > 1 else 0, groups, n, block, rows)
+    return n if interpreted() else tl.constexpr(n)
 
 
 def chunks_of(lists: Lists, p: Problem, BN: int, rows: int, columns: int) -> Chunks:
@@ -62,4 +67,5 @@ def chunks_of(lists: Lists, p: Problem, BN: int, rows: int, columns: int) -> Chu
     chunk = torch.searchsorted(first[1:], torch.arange(most, device=of.device), right=True).clamp_(max=cells - 1)
     parts = torch.empty((1 if batch > 1 else p.B, most, tiles, BN, columns), device=of.device)
     where = (order // max(n, 1) % groups).int(), None if bits is None else bits.flatten()[order]
-    return Chunks(*where, ptr, first, chunk, most, size, cells, per_head, keys, tiles, parts)
+    of_entry = _constant(lists.rows * p.G), _constant(p.G)
+    return Chunks(*where, ptr, first, chunk, most, size, cells, per_head, keys, tiles, *of_entry, parts)

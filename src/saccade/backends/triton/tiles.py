@@ -96,13 +96,8 @@ def tile_of(kernel: str, chip: str, problem: Problem) -> Tile:
 def of_selected_keys(chip: str, problem: Problem) -> Tile:
     """The tile of "dkdv": a group of rows that selects one block of a tile computes with all of its keys."""
     assert problem.selection is not None
-    tile = tile_of("dkdv", chip, problem)
+    tile = tile_of("dkdv of selected keys", chip, problem)
     return tile.of(keys=min(tile.BN, max(LEAST, block(problem.selection.block))))
-
-
-def most_selected_rows(chip: str, problem: Problem) -> int:
-    """The rows of a tile with selected keys; more spill where products take their operands from registers."""
-    return max(LEAST, tile_of("dq", chip, problem).BM) if chip == "sm_90" else LEAST
 
 
 def is_small(chip: str) -> bool:

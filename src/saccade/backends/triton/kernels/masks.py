@@ -213,8 +213,9 @@ def _in_general(place, record, b, t, j):
 
 
 @triton.jit
-def _in_band(place, p, b, t, MASK: tl.constexpr):
-    # [lo, hi) of the keys that rows t see, for the record at p of a mask of one band; with ROWS also of one interval
+def keys_of_rows(place, record, b, t, MASK: tl.constexpr):
+    """[lo, hi) of the keys that each of the rows t sees, for a mask of one band; with ROWS also of one interval."""
+    b, p = tl.minimum(b, place.mask_batches - 1), place.words + record
     lo, hi = _keys_of(place.words + tl.load(p + 4) + b * tl.load(p + 1) * 8, t, place)
     if MASK == ROWS:
         row_lo, row_hi = _interval(place.words, p + 6, b, tl.minimum(t, place.Tq - 1))
@@ -235,7 +236,7 @@ def allowed(place, record, b, t, j, MASK: tl.constexpr):
         elif MASK == GENERAL:
             ok = _in_general(place, p, b, t, j)
         else:
-            lo, hi = _in_band(place, p, b, t, MASK)
+            lo, hi = keys_of_rows(place, record, b, t, MASK)
             ok = (j >= lo) & (j < hi)
     return ok
 
@@ -244,7 +245,7 @@ def allowed(place, record, b, t, j, MASK: tl.constexpr):
 def seen_by_all(place, record, b, t, MASK: tl.constexpr):
     """[lo, hi) of keys that all rows t [BM] see; none for a mask that has not one interval of keys for each row."""
     if MASK <= ROWS:  # or BAND
-        lo, hi = _in_band(place, place.words + record, tl.minimum(b, place.mask_batches - 1), t, MASK)
+        lo, hi = keys_of_rows(place, record, b, t, MASK)
         lo, hi = tl.max(lo, 0), tl.min(hi, 0)
     else:
         lo, hi = 0, 0

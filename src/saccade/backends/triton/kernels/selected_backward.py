@@ -14,7 +14,7 @@ import triton
 
 from .backward import Keys, dkdv_step
 from .common import Attention, Drop
-from .masks import list_of, place_of
+from .masks import ANY, ROWS, keys_of_rows, list_of, place_of
 from .rows import rows_of, store_rows
 
 
@@ -25,8 +25,9 @@ class Chunks(NamedTuple):
     bits int64: which blocks of its cell an entry selects, or None if a cell is one block. ptr, first: the first entry
     and the first chunk of each cell, and the ends, [cells + 1]. cell [n]: of each chunk; n is an upper bound, and
     chunks that do not exist have no entries. size: entries of a chunk. cells: of all lists. per_head: cells of a key
-    head. tiles: of BN keys in a cell. parts: float32 [1 | B, n, tiles, BN, D + DV], the sums of each chunk; B if all
-    batch entries share the lists.
+    head. tiles: of BN keys in a cell. rows, heads: of an entry the rows of all heads, and those heads, constants of the
+    kernel, because a division by a number takes twenty instructions per row. parts: float32 [1 | B, n, tiles, BN, D +
+    DV], the sums of each chunk; B if all batch entries share the lists.
     """
 
     groups: Any
@@ -40,6 +41,8 @@ class Chunks(NamedTuple):
     per_head: Any
     keys: Any
     tiles: Any
+    rows: Any
+    heads: Any
     parts: Any
 
 
@@ -49,6 +52,37 @@ def _head(place, chunks, cell, batch):
     Hk = place.Hq // place.G
     head = (cell // chunks.per_head).to(tl.int32)
     return batch + head // Hk, head % Hk, ((cell % chunks.per_head) * chunks.keys).to(tl.int32)
+
+
+@triton.jit
+def _plain_rows(attention, chunks, keys, ok, here, rows):
+    """[first, last): whole tiles of rows of a chunk that see all keys of a tile, and for which no pair is tested.
+
+    ok: which keys of the tile are in the cell. here: the chunk's first entry. rows: those of its groups, of all heads.
+    """
+    BM: tl.constexpr = attention.config.BM
+    BN: tl.constexpr = attention.config.BN
+    MASK: tl.constexpr = attention.config.MASK
+    G: tl.constexpr = chunks.heads
+    place = attention.place
+    lists = attention.arrays.lists
+    end = rows // G
+    first, last = end, end
+    # a bias may exclude pairs, and so may the lists of cells of several blocks
+    if MASK <= ROWS and chunks.bits is None and attention.scores.bias is None:
+        if attention.scores.distances is None:
+            low, high = tl.min(keys.j, 0), tl.max(tl.where(ok, keys.j, ANY), 0)
+            for a0 in range(0, end, 512):
+                a = a0 + tl.arange(0, 512)
+                each: tl.constexpr = chunks.rows // G
+                group = tl.load(chunks.groups + here + a // each, mask=a < end, other=0)
+                t = group * lists.rows + a % each
+                lo, hi = keys_of_rows(place, keys.record, keys.b, t, MASK)
+                plain = (a < end) & (lo <= low) & (high < hi)
+                first = tl.minimum(first, tl.min(tl.where(plain, a, end), 0))
+                last = tl.minimum(last, tl.min(tl.where(plain | (a < first), end, a), 0))
+    first = (first * G + BM - 1) // BM * BM
+    return first, tl.maximum(first, last * G // BM * BM)
 
 
 @triton.jit(do_not_specialize=["below", "seed_low", "seed_high"])
@@ -82,20 +116,30 @@ def _dkdv_of_chunks(chunks, attention):
     acc_k = tl.zeros([BN, BLOCK_D], tl.float32)
     acc_v = tl.zeros([BN, BLOCK_DV], tl.float32)
     sums = tl.zeros([BN], tl.float32)
-    record = list_of(place, 0, b, hk * place.G, 0)[2]
-    R = lists.rows * place.G
-    for a0 in range(0, entries * R, BM):
+    R: tl.constexpr = chunks.rows
+    G: tl.constexpr = chunks.heads
+    rows = entries * R
+    record = list_of(place, 0, b, hk * G, 0)[2]
+    first, last = _plain_rows(attention, chunks, Keys(b_k, b_v, j, b, hk, record), ok, here, rows)
+    for a0 in range(first, last, BM):
         a = a0 + tl.arange(0, BM)
-        there, r = a < entries * R, a % R
+        group, r = tl.load(chunks.groups + here + a // R), a % R
+        t, h = group * lists.rows + r // G, hk * G + r % G
+        keys = Keys(b_k, b_v, j, b, h, record)
+        acc_k, acc_v, sums = dkdv_step((acc_k, acc_v, sums), keys, attention, t, t >= 0, None, False)
+    # the rows before those, and the rows after them
+    for a0 in range(0, rows - last + first, BM):
+        a = tl.where(a0 < first, a0, a0 - first + last) + tl.arange(0, BM)
+        there, r = a < rows, a % R
         group = tl.load(chunks.groups + here + a // R, mask=there, other=0)
-        t, h = group * lists.rows + r // place.G, hk * place.G + r % place.G
-        rows = there & (t < place.Tq)
-        inside = rows[None, :] & ok[:, None]
+        t, h = group * lists.rows + r // G, hk * G + r % G
+        there = there & (t < place.Tq)
+        inside = there[None, :] & ok[:, None]
         if chunks.bits is not None:
             bits = tl.load(chunks.bits + here + a // R, mask=there, other=0)
             inside = inside & (((bits[None, :] >> tl.minimum(c // lists.block, 63)[:, None]) & 1) != 0)
         keys = Keys(b_k, b_v, j, b, h, record)
-        acc_k, acc_v, sums = dkdv_step((acc_k, acc_v, sums), keys, attention, t, rows, inside, False)
+        acc_k, acc_v, sums = dkdv_step((acc_k, acc_v, sums), keys, attention, t, there, inside, False)
     at = chunks.parts + (part * BN + tl.arange(0, BN))[:, None] * (D + DV)
     d, dv = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
     tl.store(at + d, acc_k * attention.scores.scale, mask=ok[:, None] & (d < D))
