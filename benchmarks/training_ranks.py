@@ -85,7 +85,8 @@ def lines_of(job: dict[str, Any], kill_after: int = 0) -> list[dict[str, Any]]:
         status = process.wait()
         errors.seek(0)
         if (status != 0) != bool(killed):
-            raise RuntimeError(f"the run ended with status {status}: {errors.read()[-2000:]}")
+            print(errors.read(), file=sys.stderr)
+            raise RuntimeError(f"the run ended with status {status}")
     return [*printed, {"ended": time.perf_counter() - killed}] if killed else printed
 
 

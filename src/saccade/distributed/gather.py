@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..backends import Outputs
 from .call import DistributedCall
-from .local import WHOLE, Sums, Way
+from .local import WHOLE, Sums, Total, Way
 from .parcel import Parcel, pack
 from .sharding import put, take
 
@@ -31,12 +31,12 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     # gathered again, because a rank stores only its own keys between the passes
     k, v = _gathered(setting, k, v, "backward, keys; ")
-    dq, dk, dv = (x.new_zeros(x.shape, dtype=setting.local.wide) for x in (q, k, v))
+    totals = [Total(x, setting.local.wide) for x in (q, k, v)]
     for call in setting.local.calls(WHOLE):
-        parts = setting.local.backward(call, q, k, v, outputs)
-        dq[:, call.piece.rows] += parts[0]
-        dk[:, call.piece.keys] += parts[1]
-        dv[:, call.piece.keys] += parts[2]
+        where = call.piece.rows, call.piece.keys, call.piece.keys
+        for total, *part in zip(totals, where, setting.local.backward(call, q, k, v, outputs), strict=True):
+            total.add(*part)
+    dq, dk, dv = (total.sum for total in totals)
     return dq, *_returned(setting, dk, dv)
 
 

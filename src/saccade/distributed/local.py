@@ -108,6 +108,27 @@ class Sums:
         return self.o.to(dtype), self.lse
 
 
+class Total:
+    """The sum of gradients of some rows or keys at a time: in `into`, or in the first part if it has all of them."""
+
+    def __init__(self, like: Tensor, wide: torch.dtype, into: Tensor | None = None) -> None:
+        self.like, self.wide, self.into = like, wide, into
+
+    def add(self, where: slice, part: Tensor) -> None:
+        """Add the gradients of these rows or keys."""
+        if self.into is None and part.shape == self.like.shape:
+            self.into = part
+        else:
+            self.sum[:, where] += part
+
+    @property
+    def sum(self) -> Tensor:
+        """The sum so far, [B, n, heads, head size]."""
+        if self.into is None:
+            self.into = self.like.new_zeros(self.like.shape, dtype=self.wide)
+        return self.into
+
+
 class Way(NamedTuple):
     """A strategy: forward(q, k, v, sinks) returns (o, lse), and backward(q, k, v, outputs) returns (dq, dk, dv)."""
 

@@ -15,7 +15,7 @@ from ..operands import Options, Request, Side
 from .call import DistributedCall, Partition, prepare, untraced
 from .comm import GroupCall, Pending, peers_of
 from .layout import Layout
-from .local import OverRanks, Sums, Way
+from .local import OverRanks, Sums, Total, Way
 from .parcel import Like, Parcel, pack, size_of
 from .refusal import taking_part
 
@@ -164,26 +164,24 @@ def backward(
     what = f"{setting.what}, backward"
     call = peers.begin(what, f"backward; {setting.signature}", q.device)
     blocks = Blocks(setting, call, k, v, overlap)
-    dq = q.new_zeros(q.shape, dtype=local.wide)
-    own = [x.new_zeros(x.shape, dtype=local.wide) for x in (k, v)]
+    dq, *own = (Total(x, local.wide) for x in (q, k, v))
     travelling = Travelling(setting, call, overlap)
     for step in range(peers.world):
         block, (k, v), pending = blocks.next(step)
         parts: list[tuple[slice, Tensor, Tensor]] = []
         for one in local.calls(block):
             dq_part, dk_part, dv_part = local.backward(one, q, k, v, outputs)
-            dq[:, one.piece.rows] += dq_part
+            dq.add(one.piece.rows, dq_part)
             parts.append((one.piece.keys, dk_part, dv_part))
-        into = own if step == 0 else travelling.arrived(step, block)
-        for keys, dk_part, dv_part in parts:
-            into[0][:, keys] += dk_part
-            into[1][:, keys] += dv_part
+        into = own if step == 0 else [Total(x, local.wide, x) for x in travelling.arrived(step, block)]
+        for keys, *of_keys in parts:
+            for total, part in zip(into, of_keys, strict=True):
+                total.add(keys, part)
         travelling.leave(step, block)
         pending.wait()
+    dk, dv = (x.sum for x in own)
     home = travelling.home()
-    if home is not None:
-        own = [mine + theirs for mine, theirs in zip(own, home, strict=True)]
-    return dq, own[0], own[1]
+    return (dq.sum, dk, dv) if home is None else (dq.sum, dk + home[0], dv + home[1])
 
 
 class Travelling:

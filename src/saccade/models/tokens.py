@@ -75,7 +75,7 @@ class Bpe:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Bpe:
-        """Trains on the first `BPE_SAMPLE` characters, or more for a large vocabulary, which is smaller if the texts are.
+        """Trains on the first `BPE_SAMPLE` characters, or on more for a large vocabulary; of few texts it is smaller.
 
         Raises ValueError for a vocabulary below 257.
         """

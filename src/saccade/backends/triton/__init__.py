@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ...combinations import not_with_select
@@ -107,17 +108,34 @@ def _eight_bits(problem: Problem) -> list[str]:
 def forward(problem: Problem, plan: Plan, inputs: Inputs, *, out_dtype: str | None = None) -> tuple[Tensor, ...]:
     """(o [B, Tq, Hq, Dv] in out_dtype or the inputs' dtype, lse [B, Tq, Hq] float32, *more)."""
     q, extras = inputs.q, inputs.extras
-    rows = (problem.B, problem.Tq, problem.Hq)
     dtype = getattr(torch, out_dtype or ("bfloat16" if extras.descale else problem.dtype))
-    several = len(plan.parts) > 1
+    if q.numel() and replayable(problem, plan):
+        first = partial(_recorded, _launch_forward, problem, plan, inputs, dtype)
+        arrays = inputs[:3] if extras.lengths is None else (*inputs[:3], extras.lengths)
+        if results := _again(f"forward {dtype}", problem, plan, arrays, first):
+            return results[0], results[1]
     # the results of several parts are merged in float32
-    o = q.new_empty((*rows, problem.Dv), dtype=torch.float32 if several else dtype)
-    lse = q.new_empty(rows, dtype=torch.float32)
+    o, lse = _empty(problem, q, dtype if len(plan.parts) == 1 else torch.float32)
     more = launch.more_results(problem, lse)
     if lse.numel():
         with on(q):
             _launch_forward(launch.AttentionLaunch(problem, plan, inputs, more), o, lse)
     return o.to(dtype), lse, *(x for x in more if x is not None)
+
+
+def _recorded(
+    compute: Callable[..., None], problem: Problem, plan: Plan, inputs: Inputs, dtype: torch.dtype
+) -> tuple[Recorder, list[Tensor]]:
+    # the call that `compute` makes, recorded, with its results: o in this dtype, and lse
+    call, results = AttentionRecorder(problem, plan, inputs), _empty(problem, inputs.q, dtype)
+    compute(call, *results)
+    return call, results
+
+
+def _empty(p: Problem, q: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    # room for o [B, Tq, Hq, Dv] and lse [B, Tq, Hq]
+    rows = p.B, p.Tq, p.Hq
+    return [q.new_empty((*rows, p.Dv), dtype=dtype), q.new_empty(rows, dtype=torch.float32)]
 
 
 def _launch_forward(call: launch.AttentionLaunch, o: Tensor, lse: Tensor) -> None:
@@ -145,19 +163,11 @@ def decode(problem: Problem, plan: Plan, inputs: Inputs) -> tuple[Tensor, ...]:
     q, k, v, extras = inputs
     if not plan.split_keys or extras.descale or problem.selection is not None:
         return forward(problem, plan, inputs)
-    rows = (problem.B, problem.Tq, problem.Hq)
-
-    def first() -> tuple[Recorder, list[Tensor]]:
-        o, lse = q.new_empty((*rows, problem.Dv)), q.new_empty(rows, dtype=torch.float32)
-        call = AttentionRecorder(problem, plan, inputs)
-        _launch_decode(call, o, lse)
-        return call, [o, lse]
-
     if extras.lengths is not None and q.numel() and replayable(problem, plan):
-        results = _again("decode", problem, plan, (q, k, v, extras.lengths), first)
-        if results is not None:
+        first = partial(_recorded, _launch_decode, problem, plan, inputs, q.dtype)
+        if results := _again("decode", problem, plan, (q, k, v, extras.lengths), first):
             return results[0], results[1]
-    o, lse = q.new_empty((*rows, problem.Dv)), q.new_empty(rows, dtype=torch.float32)
+    o, lse = _empty(problem, q, q.dtype)
     more = launch.more_results(problem, lse)
     if lse.numel():
         with on(q):
@@ -186,13 +196,7 @@ def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
     replay = Replay(problem.device)
 
     def call(threads: int, q: Tensor, k: Tensor, v: Tensor, want_lse: bool) -> Any:
-        def first() -> tuple[Recorder, list[Tensor]]:
-            o, lse = q.new_empty((*q.shape[:3], problem.Dv)), q.new_empty(q.shape[:3], dtype=torch.float32)
-            recorder = AttentionRecorder(problem, plan, Inputs(q, k, v))
-            compute(recorder, o, lse)
-            return recorder, [o, lse]
-
-        return replay((q, k, v), first)
+        return replay((q, k, v), partial(_recorded, compute, problem, plan, Inputs(q, k, v), q.dtype))
 
     def back(_: int, owners: Any, *arrays: Any) -> Any:
         do, q, k, v, o, lse, dlse = arrays
@@ -227,15 +231,19 @@ def _again(
     return replays[key](arrays, first)
 
 
-def _backward_again(p: Problem, plan: Plan, inputs: Inputs, outputs: Outputs) -> list[Tensor] | None:
+def _backward_again(
+    p: Problem, plan: Plan, inputs: Inputs, outputs: Outputs, out_dtype: str | None = None
+) -> list[Tensor] | None:
     if not outputs.lse.numel() or not p.Tk:
         return None
 
     def first() -> tuple[Recorder, list[Tensor]]:
         call = AttentionRecorder(p, plan, inputs)
-        return call, list(_launch_backward(call, outputs, frozenset(), {})[:3])
+        return call, list(_launch_backward(call, outputs, frozenset(), {}, out_dtype)[:3])
 
-    return _again("backward", p, plan, (outputs.do, *inputs[:3], *outputs[:2]), first)
+    delta = () if outputs.delta is None else (outputs.delta,)
+    arrays = (outputs.do, *inputs[:3], *outputs[:2], *delta)
+    return _again(f"backward {out_dtype} {len(delta)}", p, plan, arrays, first)
 
 
 def backward(
@@ -252,8 +260,9 @@ def backward(
     if problem.uses & RESULTS:
         # kernels of a plain backward also serve a call with these results
         problem = replace(problem, return_max=False, return_entropy=dentropy is not None)
-    if dlse is delta is out_dtype is None and not grads and lse.is_contiguous() and replayable(problem, plan):
-        again = _backward_again(problem, plan, inputs, outputs)
+    dense = lse.is_contiguous() and (delta is None or delta.is_contiguous())
+    if dlse is None and dense and not grads and replayable(problem, plan):
+        again = _backward_again(problem, plan, inputs, outputs, out_dtype)
         if again is not None:
             return again[0], again[1], again[2], {}
     call = launch.AttentionLaunch(problem, plan, inputs)

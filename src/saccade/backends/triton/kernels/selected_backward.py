@@ -61,7 +61,6 @@ def _plain_rows(attention, chunks, keys, ok, here, rows):
     ok: which keys of the tile are in the cell. here: the chunk's first entry. rows: those of its groups, of all heads.
     """
     BM: tl.constexpr = attention.config.BM
-    BN: tl.constexpr = attention.config.BN
     MASK: tl.constexpr = attention.config.MASK
     G: tl.constexpr = chunks.heads
     place = attention.place
@@ -69,18 +68,17 @@ def _plain_rows(attention, chunks, keys, ok, here, rows):
     end = rows // G
     first, last = end, end
     # a bias may exclude pairs, and so may the lists of cells of several blocks
-    if MASK <= ROWS and chunks.bits is None and attention.scores.bias is None:
-        if attention.scores.distances is None:
-            low, high = tl.min(keys.j, 0), tl.max(tl.where(ok, keys.j, ANY), 0)
-            for a0 in range(0, end, 512):
-                a = a0 + tl.arange(0, 512)
-                each: tl.constexpr = chunks.rows // G
-                group = tl.load(chunks.groups + here + a // each, mask=a < end, other=0)
-                t = group * lists.rows + a % each
-                lo, hi = keys_of_rows(place, keys.record, keys.b, t, MASK)
-                plain = (a < end) & (lo <= low) & (high < hi)
-                first = tl.minimum(first, tl.min(tl.where(plain, a, end), 0))
-                last = tl.minimum(last, tl.min(tl.where(plain | (a < first), end, a), 0))
+    tests = chunks.bits is not None or attention.scores.bias is not None or attention.scores.distances is not None
+    if MASK <= ROWS and not tests:
+        low, high = tl.min(keys.j, 0), tl.max(tl.where(ok, keys.j, ANY), 0)
+        each: tl.constexpr = chunks.rows // G
+        for a0 in range(0, end, 512):
+            a = a0 + tl.arange(0, 512)
+            group = tl.load(chunks.groups + here + a // each, mask=a < end, other=0)
+            lo, hi = keys_of_rows(place, keys.record, keys.b, group * lists.rows + a % each, MASK)
+            plain = (a < end) & (lo <= low) & (high < hi)
+            first = tl.minimum(first, tl.min(tl.where(plain, a, end), 0))
+            last = tl.minimum(last, tl.min(tl.where(plain | (a < first), end, a), 0))
     first = (first * G + BM - 1) // BM * BM
     return first, tl.maximum(first, last * G // BM * BM)
 
