@@ -164,6 +164,12 @@ class OverRanks(torch.autograd.Function):
 
 def _row_terms(do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     # Δ = Σ do · o - dlse of every row, 0 for rows without a key, in the dtype of lse
+    if do.is_cuda:
+        from ..backends.triton import launch
+        from ..backends.triton.chip import on
+
+        with on(do):
+            return launch.delta(launch.PLAIN, Outputs(dense(o), lse, dense(do), dlse))
     delta = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1)
     if dlse is not None:
         delta = delta - dlse

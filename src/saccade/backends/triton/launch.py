@@ -52,6 +52,10 @@ class Launches:
         """Launch a kernel over a grid; returns the compiled kernel."""
         return kernel[grid](*args, **options)
 
+    def start(self, kernel: Any, grid: int, *args: Any, tile: tiles.Tile, **constants: Any) -> Any:
+        """Launch a kernel over a 1-d grid."""
+        return self.run(kernel, (grid,), *args, **constants, num_warps=tile.num_warps, num_stages=tile.num_stages)
+
     def scratch(self, *shape: int, like: Tensor, dtype: torch.dtype = torch.float32, zero: bool = False) -> Tensor:
         """An array that a call needs besides its results, on the device of `like`."""
         return (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=like.device)
@@ -92,10 +96,6 @@ class AttentionLaunch(Launches):
     def qkv(self) -> tuple[Array, Array, Array]:
         """q, k and v."""
         return self.arrays[:3]
-
-    def start(self, kernel: Any, grid: int, *args: Any, tile: tiles.Tile, **constants: Any) -> Any:
-        """Launch a kernel over a 1-d grid."""
-        return self.run(kernel, (grid,), *args, **constants, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
     def tile(self, kernel: str, part: Part | None = None) -> tiles.Tile:
         """The tile of a kernel: with the plan's rows or, given `part`, with as many keys as fit its masks' blocks."""
@@ -168,17 +168,18 @@ def forward(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
         call.start(kernels_forward.forward, at.n_tiles * at.n_classes * p.B * p.Hq, *args, tile=tile)
 
 
-def delta(call: AttentionLaunch, outputs: Outputs) -> Tensor:
+def delta(call: Launches, outputs: Outputs) -> Tensor:
     """Σ do · o - dlse + dentropy · entropy, [B, Tq, Hq] float32."""
-    p, do = call.problem, outputs.do
-    out = call.scratch(p.B, p.Tq, p.Hq, like=do)
+    do = outputs.do
+    _, Tq, Hq, Dv = do.shape
+    out = call.scratch(*do.shape[:3], like=do)
     rows = out.numel()
     if rows:
         of_rows = (_whole(x) for x in (outputs.dlse, outputs.entropy, outputs.dentropy))
         products = Products(array(do), array(outputs.o), *of_rows)
         # 32 rows of more than 256 numbers would spill
-        tile = SMALL._replace(BM=SMALL.BM * 256 // max(256, tiles.block(p.Dv)))
-        args = products, out, rows, p.Tq, p.Hq, Blocks(p.Dv, tiles.block(p.Dv), tile.BM)
+        tile = SMALL._replace(BM=SMALL.BM * 256 // max(256, tiles.block(Dv)))
+        args = products, out, rows, Tq, Hq, Blocks(Dv, tiles.block(Dv), tile.BM)
         call.start(kernels_backward.delta, -(-rows // tile.BM), *args, tile=tile)
     return out
 
