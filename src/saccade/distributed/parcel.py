@@ -62,6 +62,7 @@ def size_of(likes: Sequence[Like]) -> int:
     return _places(tuple(likes))[0]
 
 
+@lru_cache(1024)
 def hashed(text: str) -> int:
     """63 bits of a text, the same in every process."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
