@@ -36,7 +36,7 @@ def _backward(
         where = call.piece.rows, call.piece.keys, call.piece.keys
         for total, *part in zip(totals, where, setting.local.backward(call, q, k, v, outputs), strict=True):
             total.add(*part)
-    dq, dk, dv = (total.sum for total in totals)
+    dq, dk, dv = (total.sum() for total in totals)
     return dq, *_returned(setting, dk, dv)
 
 

@@ -109,23 +109,29 @@ class Sums:
 
 
 class Total:
-    """The sum of gradients of some rows or keys at a time: in `into`, or in the first part if it has all of them."""
+    """A sum of gradients of some rows or keys at a time, [B, n, heads, head size] like `like`.
 
-    def __init__(self, like: Tensor, wide: torch.dtype, into: Tensor | None = None) -> None:
-        self.like, self.wide, self.into = like, wide, into
+    into: its array, which may have a sum already; None for a new one, or for the first part if that has all rows.
+    """
+
+    def __init__(self, like: Tensor, wide: torch.dtype, into: Tensor | None = None, filled: bool = False) -> None:
+        self.like, self.wide, self.into, self.filled = like, wide, into, filled
 
     def add(self, where: slice, part: Tensor) -> None:
         """Add the gradients of these rows or keys."""
-        if self.into is None and part.shape == self.like.shape:
-            self.into = part
+        if self.filled or part.shape != self.like.shape:
+            self.sum()[:, where] += part
         else:
-            self.sum[:, where] += part
+            self.into = part if self.into is None else self.into.copy_(part)
+            self.filled = True
 
-    @property
     def sum(self) -> Tensor:
-        """The sum so far, [B, n, heads, head size]."""
+        """The sum so far, zeros if nothing was added."""
         if self.into is None:
             self.into = self.like.new_zeros(self.like.shape, dtype=self.wide)
+        elif not self.filled:
+            self.into.zero_()
+        self.filled = True
         return self.into
 
 

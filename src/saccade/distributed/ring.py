@@ -159,8 +159,8 @@ class Blocks:
 def backward(
     setting: DistributedCall, overlap: bool, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of this rank's rows and keys, in the accumulator's dtype."""
-    local, peers = setting.local, setting.peers
+    """(dq, dk, dv) of this rank's rows and keys, in their dtype or in the accumulator's."""
+    local, peers, mine = setting.local, setting.peers, (k, v)
     what = f"{setting.what}, backward"
     call = peers.begin(what, f"backward; {setting.signature}", q.device)
     blocks = Blocks(setting, call, k, v, overlap)
@@ -173,15 +173,18 @@ def backward(
             dq_part, dk_part, dv_part = local.backward(one, q, k, v, outputs)
             dq.add(one.piece.rows, dq_part)
             parts.append((one.piece.keys, dk_part, dv_part))
-        into = own if step == 0 else [Total(x, local.wide, x) for x in travelling.arrived(step, block)]
+        into = own if step == 0 else travelling.arrived(step, block)
         for keys, *of_keys in parts:
             for total, part in zip(into, of_keys, strict=True):
                 total.add(keys, part)
         travelling.leave(step, block)
         pending.wait()
-    dk, dv = (x.sum for x in own)
     home = travelling.home()
-    return (dq.sum, dk, dv) if home is None else (dq.sum, dk + home[0], dv + home[1])
+    if home is None:
+        return dq.sum(), own[0].sum(), own[1].sum()
+    # one pass, which also rounds
+    dk, dv = (torch.add(a.sum(), b, out=torch.empty_like(x)) for a, b, x in zip(own, home, mine, strict=True))
+    return dq.sum(), dk, dv
 
 
 class Travelling:
@@ -194,22 +197,26 @@ class Travelling:
         self.back: Parcel | None = None
         self.pending: Pending | None = None
         self.coming: Parcel | None = None
+        self.sums: list[Total] = []
 
-    def arrived(self, step: int, block: int) -> list[Tensor]:
-        """The sums of the block's gradients so far, from the previous rank; zeros on the first rank."""
+    def arrived(self, step: int, block: int) -> list[Total]:
+        """The sums of the block's gradients so far, from the previous rank; empty ones on the first rank."""
         self._wait()
         self.here, self.coming = self.coming, None
+        filled = self.here is not None
         if self.here is None and self.setting.schedule.returns(block, step):
             self.here = Parcel(self._likes(block), self.call.device)
-            for x in self.here.tensors:
-                x.zero_()
-        return self.here.tensors if self.here else []
+        tensors = self.here.tensors if self.here else []
+        self.sums = [Total(x, x.dtype, x, filled) for x in tensors]
+        return self.sums
 
     def leave(self, step: int, block: int) -> None:
         """Send the sums to the next rank, or from the last to the owner, and prepare for those of the next step."""
         schedule, P, rank = self.setting.schedule, self.world, self.rank
         sends: dict[int, Parcel] = {}
         receives: dict[int, Parcel] = {}
+        for total in self.sums:
+            total.sum()
         if step and self.here is not None and schedule.returns(block, step):
             sends[block if step == schedule.reach[block][1] else (rank + 1) % P] = self.here
         coming = (rank - 1 - step) % P
