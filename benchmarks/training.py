@@ -159,7 +159,7 @@ def settings_of(args: argparse.Namespace, context: int, dtype: str, steps: int, 
 def chosen_peers(args: argparse.Namespace, documents: bool) -> list[str]:
     """The peers that compute this mask on this device."""
     every = [name for name, peer in PEERS.items() if peer.documents == documents]
-    return [name for name in every if PEERS[name].device in ("cpu", args.device) and args.only in name]
+    return [name for name in every if PEERS[name].device in ("", args.device) and args.only in name]
 
 
 def speeds(args: argparse.Namespace, env: Environment, earlier: list[Row]) -> Iterator[Row]:

@@ -7,12 +7,15 @@ from typing import Any, NamedTuple
 
 
 class Peer(NamedTuple):
-    """An attention: what its mask is for a batch, and its call on q [B, T, Hq, D], k, v [B, T, Hk, D]."""
+    """An attention: what its mask is for a batch, and its call on q [B, T, Hq, D], k, v [B, T, Hk, D].
+
+    device: where it is measured, if not everywhere.
+    """
 
     documents: bool
     mask_of: Callable[..., Any]
     attention: Callable[..., Any] | None
-    device: str = "cpu"
+    device: str = ""
 
 
 def same_document(batch: Any, device: Any) -> Any:
@@ -108,7 +111,8 @@ def causal(*_: object) -> Any:
 PEERS = {
     "saccade": Peer(True, lambda *_: None, None),
     "sdpa, bool mask": Peer(True, same_document, sdpa),
-    "sdpa by document": Peer(True, lambda batch, _: lengths_of(batch), sdpa_parts),
+    # on a GPU its many small calls take 30 times as long as one
+    "sdpa by document": Peer(True, lambda batch, _: lengths_of(batch), sdpa_parts, "cpu"),
     "FlexAttention": Peer(True, block_mask, flex),
     "FlashAttention-4": Peer(True, borders_of, flash_4, "cuda"),
     "saccade, causal": Peer(False, causal, None),

@@ -59,7 +59,9 @@ def recurrent(part: str) -> Part:
 
 
 def training(preset: str, minutes: float) -> Part:
+    # a GPU has room for what the preset computes again
     words = f"training.py {{rows}} --device cuda --preset {preset} --dtype bfloat16 --tokens 32768 --resume"
+    words += """ --context 8192 1024 32768 --changes '{{"recompute": false}}'"""
     return Part(f"training-{preset}", minutes, (f"{words} --commit {{commit}} --data {{tokens}}/{preset}",))
 
 
