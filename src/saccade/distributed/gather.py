@@ -34,8 +34,9 @@ def _backward(
     totals = [Total(x, setting.local.wide) for x in (q, k, v)]
     for call in setting.local.calls(WHOLE):
         where = call.piece.rows, call.piece.keys, call.piece.keys
-        for total, *part in zip(totals, where, setting.local.backward(call, q, k, v, outputs), strict=True):
-            total.add(*part)
+        parts = setting.local.backward(call, q, k, v, outputs)
+        for total, at, part in zip(totals, where, parts, strict=True):
+            total.add(at, part)
     dq, dk, dv = (total.sum() for total in totals)
     return dq, *_returned(setting, dk, dv)
 
