@@ -111,7 +111,7 @@ def causal(*_: object) -> Any:
 PEERS = {
     "saccade": Peer(True, lambda *_: None, None),
     "sdpa, bool mask": Peer(True, same_document, sdpa),
-    # on a GPU its many small calls take 30 times as long as one
+    # a GPU would wait for its many small calls
     "sdpa by document": Peer(True, lambda batch, _: lengths_of(batch), sdpa_parts, "cpu"),
     "FlexAttention": Peer(True, block_mask, flex),
     "FlashAttention-4": Peer(True, borders_of, flash_4, "cuda"),

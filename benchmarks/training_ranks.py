@@ -57,7 +57,7 @@ def child(job: dict[str, Any]) -> None:
 
         def _write(self) -> None:
             # the files of a large model take longer than its steps
-            if job["saved"]:
+            if job["settings"]["checkpoint_every"] == SAVED:
                 super()._write()
 
     trainer = Timed(job["out"], job["settings"], resume=job["resume"], **options)
@@ -111,7 +111,7 @@ def compared(args: argparse.Namespace, base: Row, context: int, folder: Path) ->
     alone: list[float] = []
     for number, (name, (ranks, share)) in enumerate(ways.items()):
         out = str(folder / f"{context}-{number}")
-        job = {"ranks": ranks, "share": share, "settings": settings, "out": out, "resume": False, "saved": False}
+        job = {"ranks": ranks, "share": share, "settings": settings, "out": out, "resume": False}
         steps = [line for line in lines_of(job) if "step" in line]
         losses = [step["loss"] for step in steps]
         alone = alone or losses
@@ -125,8 +125,8 @@ def compared(args: argparse.Namespace, base: Row, context: int, folder: Path) ->
 def killed(args: argparse.Namespace, base: Row, context: int, folder: Path) -> Iterator[Row]:
     """A row of a run that loses a rank after its first checkpoint, and of its end on one rank."""
     settings = {**settings_of(args, context), "checkpoint_every": SAVED}
-    options = {"ranks": args.ranks, "share": 1, "settings": settings, "resume": False, "saved": True}
-    whole, broken = ({**options, "out": str(folder / name)} for name in ("whole", "broken"))
+    whole = {"ranks": args.ranks, "share": 1, "settings": settings, "out": str(folder / "whole"), "resume": False}
+    broken = {**whole, "out": str(folder / "broken")}
     expected = [line["loss"] for line in lines_of(whole) if "step" in line]
     ended = lines_of(broken, SAVED + 1)[-1]["ended"]
     steps = [line for line in lines_of({**broken, "ranks": 1, "resume": True}) if "step" in line]

@@ -175,8 +175,9 @@ def _row_terms(do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None) -> Tenso
         from ..backends.triton.chip import on
 
         with on(do):
-            return launch.delta(launch.PLAIN, Outputs(dense(o), lse, dense(do), dlse))
-    delta = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1)
-    if dlse is not None:
-        delta = delta - dlse
+            delta = launch.delta(launch.PLAIN, Outputs(dense(o), lse, dense(do), dlse))
+    else:
+        delta = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1)
+        if dlse is not None:
+            delta = delta - dlse
     return torch.where(lse == -torch.inf, torch.zeros_like(delta), delta)
