@@ -50,8 +50,8 @@ class Page(HTMLParser):
 
 @pytest.mark.timeout(600)
 def test_the_site(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    for package in ("sphinx", "furo", "myst_parser", "sphinx_copybutton"):
-        pytest.importorskip(package, reason="pip install 'saccade[docs]'")
+    for package in ("sphinx", "furo", "myst_parser", "sphinx_copybutton", "wgpu"):
+        pytest.importorskip(package, reason="pip install 'saccade[docs,webgpu]'")
     site = tmp_path / "site"
     done = subprocess.run(
         [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", str(tmp_path / "state"), "docs", str(site)],

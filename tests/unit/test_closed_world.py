@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("wgpu")
+
 import saccade
 from saccade import Unsupported, backends
 from saccade.backends.cpu import diagonal as core

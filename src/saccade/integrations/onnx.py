@@ -39,7 +39,8 @@ def translation_table() -> dict[Any, Callable[..., Any]]:
     Attention of ONNX and `saccade.attention` agree in the order of softcap, bias and mask, in groups of heads, and in
     rows that see no key, which are 0. They differ in causality: `is_causal` aligns the first query with the first key,
     and `mask.causal()` the last with the last. The export uses `is_causal` only for equal lengths and for
-    `mask.causal(0)`, and writes a boolean mask for other lengths. This was compared with ONNX Runtime 1.31.
+    `mask.causal(0)`, and writes a boolean mask for other lengths. This was compared with ONNX Runtime 1.28 and
+    1.31; 1.27 and earlier give wrong numbers for rows without keys, and up to 1.26 for a softcap with a mask.
 
     Supported are all floating dtypes (of which ONNX Runtime's CPU provider lacks bfloat16), scales above 0, a softcap,
     ALiBi, and a bias, which is rounded to the dtype of q; and the masks full, causal, window, keys, prefix, padding,
