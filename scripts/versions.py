@@ -25,8 +25,9 @@ BEGIN, END = "<!-- versions -->", "<!-- end of versions -->"
 interpreter = runpy.run_path(str(ROOT / "scripts" / "wheels.py"))["interpreter"]
 without_cuda = runpy.run_path(str(ROOT / "scripts" / "torch_without_cuda.py"))["wheel"]
 PIP = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-# pages in browsers, and kernels that are texts
-OTHERS = ("lab", "metal", "triton")
+# pages in browsers, and kernels for other devices
+EMULATED = ("arm64", "metal_emulator", "triton_interpreter", "webgpu_drivers")
+OTHERS = ("lab", "metal", "triton", "webgpu", *(f"system/test_{name}.py" for name in EMULATED))
 
 
 class Case(NamedTuple):
