@@ -3,8 +3,7 @@ docs/start/install.md. Each case has a clone of HEAD and an environment of its o
 
 `python scripts/versions.py [NAME ...]` runs these cases, or all whose log is missing, and keeps each log in
 docs/logs/versions. `--table` only writes the table from the logs. Interpreters are found as by scripts/wheels.py; a
-missing one is named. Another torch, built for CUDA, is installed without CUDA's libraries: see
-scripts/torch_without_cuda.py.
+missing one is named. A torch built for CUDA is installed without CUDA's libraries: see scripts/torch_without_cuda.py.
 """
 
 from __future__ import annotations
@@ -78,11 +77,11 @@ def prepare(case: Case, python: Path) -> Path:
     run(inside, *PIP, "--upgrade", "pip", cwd=tree)
     constraints = tree / "constraints.txt"
     pins = [line for line in constraints.read_text().splitlines() if line and line[0] != "#"]
+    torch = case.torch or next(pin for pin in pins if pin.startswith("torch=")).partition("==")[2]
     # many of the others have no release for 3.10
-    kept = ("triton=", "torch=") if case.python == "3.10" else ""
-    pins = [pin for pin in pins if pin.startswith(kept) and not (case.torch and pin.startswith("torch="))]
-    if case.torch:
-        pins.append(f"torch @ {without_cuda(case.torch, inside, FOLDER / 'wheels').as_uri()}")
+    kept = "triton=" if case.python == "3.10" else ""
+    pins = [pin for pin in pins if pin.startswith(kept) and not pin.startswith("torch=")]
+    pins.append(f"torch @ {without_cuda(torch, inside, FOLDER / 'wheels').as_uri()}")
     constraints.write_text("\n".join(pins) + "\n")
     run("make", "dev", cwd=tree)
     if case.numpy:
