@@ -1,8 +1,8 @@
 """Makes a wheel of torch that was built for CUDA installable without CUDA, for tests on a CPU.
 
 The wheels of most versions are built for CUDA, and need gigabytes of its libraries even where no GPU is used. Each such
-library is replaced by one whose functions return 100, CUDA's "no device is detected", except those of `ANSWERS`. torch
-then finds no GPU, and computes on the CPU with its own code, unchanged.
+library is replaced by one whose functions return 100, CUDA's "no device is detected", or a text where CUDA's returns
+one. torch then finds no GPU, and computes on the CPU with its own code, unchanged.
 
 `python scripts/torch_without_cuda.py VERSION` writes the wheel for this Python into build/versions/wheels.
 """
@@ -19,12 +19,7 @@ from collections import defaultdict
 from pathlib import Path
 
 OF_CUDA = re.compile(r"(cu|nv|nccl|pnccl|_nv|__cu)")
-# bodies of functions by their names: no stream is captured, and whoever asks for an error's text reads it at once
-ANSWERS = {
-    re.compile("cudaStreamIsCapturing"): "int {}(void *stream, int *status) {{ *status = 0; return 0; }}",
-    re.compile(".*Get(Last)?Error(String|Name)"): 'const char *{}(void) {{ return "no CUDA"; }}',
-    re.compile(".*"): "int {}(void) {{ return 100; }}",
-}
+OF_TEXT = re.compile(".*Get(Error|Status)(String|Name)|ncclGetLastError")
 
 
 def wheel(version: str, python: Path, folder: Path) -> Path:
@@ -86,7 +81,8 @@ def replace(libraries: Path) -> None:
 
 def body(name: str) -> str:
     """The function of this name in C."""
-    return next(text for pattern, text in ANSWERS.items() if pattern.fullmatch(name)).format(name)
+    kind, value = ("const char *", '"no CUDA"') if OF_TEXT.fullmatch(name) else ("int ", "100")
+    return f"{kind}{name}(void) {{ return {value}; }}"
 
 
 if __name__ == "__main__":
