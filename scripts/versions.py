@@ -30,7 +30,10 @@ OTHERS = ("lab", "metal", "triton", "webgpu", *(f"system/test_{name}.py" for nam
 
 
 class Case(NamedTuple):
-    """Versions that differ from constraints.txt; with another NumPy or torch, the tests of `OTHERS` are left out."""
+    """Versions that differ from constraints.txt.
+
+    With another NumPy or torch, the tests of `OTHERS` are left out, and the sample has at most three cases of a test.
+    """
 
     python: str
     numpy: str = ""
@@ -104,7 +107,8 @@ def test(case: Case, python: Path) -> None:
     """Run the sample, and keep what pytest printed; a case that failed keeps no log."""
     tree = FOLDER / case.name
     words = [python, "-m", "pytest", "-m", "not slow", "-n", "3", "--dist", "worksteal"]
-    words += [word for name in OTHERS if case.numpy or case.torch for word in ("--ignore", f"tests/{name}")]
+    if case.numpy or case.torch:
+        words += ["--most", "3", *(f"--ignore=tests/{name}" for name in OTHERS)]
     path = os.pathsep.join([str(python.parent), os.environ["PATH"]])
     # the clone has other constraints than its commit
     commit = run("git", "rev-parse", "HEAD", cwd=tree).strip()
