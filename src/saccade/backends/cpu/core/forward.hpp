@@ -53,6 +53,11 @@ struct Forward {
   const Num* k_rows = nullptr;  // of the key tile, k_step apart
   int64_t k_step = 0;
   Keys keys{0, 1, 0};
+  static constexpr int64_t PAIR = 2 * N;
+  // of a piece, for each pair of vectors: products and weights of other keys than begin to end are not needed
+  struct Needed {
+    int64_t begin, end;
+  } needed[TILE_Q / PAIR];
 
   Forward(const Call& call, Bump& bump, int64_t n_items)
       : c(call),
@@ -126,11 +131,16 @@ struct Forward {
     // pairs of bf16 must start at an even key: an odd start includes the key before it, with weight zero
     const int64_t odd = Store<K>::per == 2 ? at & 1 : 0, width = it.s.width;
     if (c.range && first / c.range != it.range) fold(it), it.range = first / c.range;
-    const LeftRows<Num> k_tile = deep_rows(k_rows + at * k_step, k_step, c.matrix);
-    product<K>(n, width, Store<K>::depth(c.D), it.qt, width, k_tile, s + odd * width, width, false, c.chain());
     T* scores = s + odd * width;
+    const int64_t columns = trim(it, first, n, partial) ? PAIR : width;
+    for (int64_t w = 0; w < width; w += columns) {
+      const auto [begin, end] = needed[w / PAIR];
+      product<K>(end - begin, min64(columns, width - w), Store<K>::depth(c.D), it.qt + w, width,
+                 deep_rows(k_rows + (at + begin) * k_step, k_step, c.matrix), scores + begin * width + w, width, false,
+                 c.chain());
+    }
     it.s.scores(scores, first, n, partial, nullptr);
-    c.entropy ? softmax<true>(it, scores, n) : softmax<false>(it, scores, n);
+    c.entropy ? softmax<true>(it, scores) : softmax<false>(it, scores);
     it.s.dropout(scores, nullptr, first, n);
     if (!values_finite) add_infinite_values(it, scores, first, n, partial, at);
     const int64_t steps = Store<K>::depth(n + odd), from = (at - odd) / Store<K>::per;
@@ -142,15 +152,35 @@ struct Forward {
       if (c.matrix && !whole) late.add(it.late, width, p, steps, from);
       if (c.matrix) return;
     }
-    mm<K>(c.Dv, width, steps, p, width, vt + from * ldv, 1, ldv, it.ot, width, true);
+    for (int64_t w = 0; w < width; w += columns) {
+      const auto [begin, end] = Store<K>::per == 2 ? Needed{0, steps} : needed[w / PAIR];
+      mm<K>(c.Dv, min64(columns, width - w), end - begin, p + begin * width + w, width, vt + (from + begin) * ldv, 1,
+            ldv, it.ot + w, width, true);
+    }
+  }
+
+  // Finds what is needed of a piece. Returns whether it differs between pairs of vectors, as on the diagonal.
+  bool trim(State& it, int64_t first, int64_t n, bool partial) {
+    for (auto& x : needed) x = {0, n};
+    if (Store<K>::per == 2 || !partial || keys.list || keys.step != 1) return false;
+    it.s.prepare();
+    if (!it.s.lanes_mask->one_band) return false;
+    for (int64_t w = 0; w < it.s.width; w += PAIR) {
+      Needed& x = needed[w / PAIR];
+      it.s.lanes_mask->sees(it.s.row(w), it.s.row(min64(w + PAIR, it.s.rows) - 1), &x.begin, &x.end);
+      x.begin = min64(n, max64(0, x.begin - keys.start - first));
+      x.end = max64(x.begin, min64(n, x.end - keys.start - first));
+    }
+    return true;
   }
 
   template <int NV, bool ENTROPY>
-  void softmax_columns(State& it, T* scores, int64_t n, int64_t w, ivec<T>& moved) {
+  void softmax_columns(State& it, T* scores, int64_t w, ivec<T>& moved) {
+    const auto [begin, end] = needed[w / PAIR];
     vec<T> mx[NV], sum[NV], fix[NV], logs[NV], rise[NV];
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) mx[v] = splat(Low<T>::masked), sum[v] = logs[v] = vec<T>{};
-    for (int64_t r = 0; r < n; ++r)
+    for (int64_t r = begin; r < end; ++r)
 #pragma GCC unroll 4
       for (int v = 0; v < NV; ++v) mx[v] = vmax<T>(mx[v], load(scores + r * it.s.width + w + v * N));
 #pragma GCC unroll 4
@@ -163,7 +193,7 @@ struct Forward {
       if constexpr (ENTROPY) rise[v] = finite_log<T>(old - mx[v]);
       store(it.m + w + v * N, mx[v]);
     }
-    for (int64_t r = 0; r < n; ++r)
+    for (int64_t r = begin; r < end; ++r)
 #pragma GCC unroll 4
       for (int v = 0; v < NV; ++v) {
         T* x = scores + r * it.s.width + w + v * N;
@@ -185,11 +215,11 @@ struct Forward {
 
   // replaces scores by weights, and rescales the accumulator where the maximum rose
   template <bool ENTROPY>
-  void softmax(State& it, T* scores, int64_t n) {
+  void softmax(State& it, T* scores) {
     ivec<T> moved = {};
     int64_t w = 0;
-    for (; w + 2 * N <= it.s.width; w += 2 * N) softmax_columns<2, ENTROPY>(it, scores, n, w, moved);
-    for (; w < it.s.width; w += N) softmax_columns<1, ENTROPY>(it, scores, n, w, moved);
+    for (; w + 2 * N <= it.s.width; w += 2 * N) softmax_columns<2, ENTROPY>(it, scores, w, moved);
+    for (; w < it.s.width; w += N) softmax_columns<1, ENTROPY>(it, scores, w, moved);
     if (!any(moved)) return;
     if constexpr (Store<K>::per == 2) late.multiply(it.late, it.s.width, it.ot);
     for (int64_t d = 0; d < c.Dv; ++d)

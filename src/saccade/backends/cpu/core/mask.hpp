@@ -51,6 +51,13 @@ struct TileMask {
     if (j < f[K_LO] || j >= f[K_HI]) *stop = *first;
   }
 
+  // the keys of the whole problem that some row from `top` to `last` may see, first <= j < stop; only for one band
+  void sees(int64_t top, int64_t last, int64_t* first, int64_t* stop) const {
+    const int32_t* f = bands();
+    *first = max64(f[K_LO], max64(top, f[Q_LO]) - f[D_HI]);
+    *stop = min64(f[K_HI], min64(last, int64_t{f[Q_HI]} - 1) - f[D_LO] + 1);
+  }
+
   SACCADE_INLINE ivec<T> at(const I* p, int w) { return *reinterpret_cast<const typename Vec<T>::mu*>(p + w); }
 
   ivec<T> rows_test(int n, int w, int64_t j) const {
