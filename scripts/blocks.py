@@ -15,7 +15,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PACKAGES, DEVICES = ("mlx", "transformers", "jax", "onnxruntime"), ("webgpu", "cuda")
+PACKAGES, DEVICES = ("mlx", "transformers", "jax", "onnxruntime", "wgpu"), ("webgpu", "cuda")
 FENCE = re.compile(r"^```python *(?P<needs>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -97,7 +98,11 @@ def test_lab_without_its_packages_names_them_and_its_extra() -> None:
         (("draw", "causal", "--head", "1"), "saccade draw: head is 1, expected 0 to 0"),
         (("draw", "documents([1, 1, 0])"), "give padding the highest id"),
         (("draw", "documents([1, 1])", "--k", "3"), "ids has shape [2], expected [3]"),
-        (("lab", "--model", "/nope"), "no config.json in /nope"),
+        pytest.param(
+            ("lab", "--model", "/nope"),
+            "no config.json in /nope",
+            marks=pytest.mark.skipif(not find_spec("uvicorn"), reason="uvicorn is not installed"),
+        ),
     ],
 )
 def test_wrong_use_is_one_sentence(words: tuple[str, ...], message: str) -> None:
