@@ -15,7 +15,15 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PACKAGES, DEVICES = ("mlx", "transformers", "jax", "onnxruntime", "wgpu"), ("webgpu", "cuda")
+# a word, and how the site says it above the block
+PACKAGES = {
+    "mlx": "with MLX",
+    "transformers": "with transformers",
+    "jax": "with JAX",
+    "onnxruntime": "with ONNX Runtime",
+    "wgpu": "with wgpu",
+}
+DEVICES = {"webgpu": "on a WebGPU device", "cuda": "on an NVIDIA GPU, or in Triton's interpreter"}
 FENCE = re.compile(r"^```python *(?P<needs>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -36,7 +44,7 @@ def blocks(path: Path) -> list[Block]:
     ]
     for line, needs, _ in python:
         if needs not in ("", *PACKAGES, *DEVICES):
-            raise ValueError(f"{path.name}:{line}: a block needs {needs!r}; expected {', '.join(PACKAGES + DEVICES)}")
+            raise ValueError(f"{path.name}:{line}: a block needs {needs!r}; expected {', '.join(PACKAGES | DEVICES)}")
     return python
 
 

@@ -16,6 +16,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from blocks import DEVICES, PACKAGES
 from docutils import nodes
 from latex2mathml.converter import convert
 from measured import drawn
@@ -32,15 +33,7 @@ WITH_OUTPUTS = {"masks_and_plans": True, "train_and_inspect": False}
 NOTEBOOK = re.compile(r"\]\((?:\.\./)+notebooks/(\w+)\.ipynb\)")
 MASKS = re.compile(r"^```masks *(\d*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NEEDS = re.compile(r"^```python (\w+)$", re.MULTILINE)
-# the words that scripts/blocks.py accepts
-TITLES = {
-    "webgpu": "on a WebGPU device",
-    "cuda": "on an NVIDIA GPU, or in Triton's interpreter",
-    "mlx": "with MLX",
-    "transformers": "with transformers",
-    "jax": "with JAX",
-    "onnxruntime": "with ONNX Runtime",
-}
+TITLES = PACKAGES | DEVICES
 CHART = re.compile(r"^<!-- chart: ([\w-]+) -->$", re.MULTILINE)
 ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 PAGE = re.compile(r"docs/([\w/-]+)\.md")
