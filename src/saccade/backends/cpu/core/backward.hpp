@@ -4,6 +4,7 @@
 //   dV += P dO   dK += dS Q scale   dQ^T += K^T dS, scale last
 #pragma once
 #include "items.hpp"
+#include "key_sums.hpp"
 #include "row_sums.hpp"
 
 namespace saccade::SACCADE_ISA {
@@ -41,6 +42,7 @@ struct Backward : RowSums<typename K::sum> {
   TileMask<T>* masks;
   bool keys_finite = true;
   Keys keys{0, 1, 0};
+  Needed<T> needed;  // of the current piece
   T *dk = nullptr, *dv = nullptr;
   double* dgates = nullptr;  // [G, Tk] of this task
 
@@ -78,13 +80,9 @@ struct Backward : RowSums<typename K::sum> {
                  Num* across) {
     load_queries(a, x, x.width, width, rows, stride);
     S::turn(rows, stride, x.width, width, factor, transposed, deep);
-    vec<T> bad = {};
-    for (int64_t i = 0; i < x.width * stride; i += N) {
-      bad += load(rows + i) * T(0);
-      if constexpr (S::per == 1) store(across + i, load(rows + i));
-    }
+    if constexpr (S::per == 1) __builtin_memcpy(across, rows, static_cast<size_t>(x.rows * stride) * sizeof(T));
     if constexpr (S::per == 2) S::pair_rows(rows, stride, x.rows, stride, across);
-    return !any(bad != bad);
+    return all_finite(rows, x.rows * stride);
   }
 
   void start(State& it, int64_t g) {
@@ -96,7 +94,7 @@ struct Backward : RowSums<typename K::sum> {
     it.finite &= load_side(c.do_, x, c.Dv, ldv, 1, it.dot, it.dout);
     for (int64_t d = 0; d < ld; ++d)
       for (int64_t w = 0; w < x.width; w += N) store(it.dqt + d * it.s.width + w, vec<T>{});
-    for (int64_t r = 0; r < TILE_Q; ++r) {
+    for (int64_t r = 0; r < x.width; ++r) {
       if (r < x.rows) set_row(it, r);
       // lanes beyond the tile's rows get weight 0
       if (r >= x.rows) it.lse[r] = -Low<T>::masked, it.lse_low[r] = it.delta[r] = it.delta_low[r] = T(0);
@@ -118,9 +116,15 @@ struct Backward : RowSums<typename K::sum> {
   // P in `s`, P after dropout in `p`, and dP
   void weights(State& it, int64_t first, int64_t n, bool partial, int64_t at) {
     const int64_t dim = S::depth(c.D), dim_v = S::depth(c.Dv), width = it.s.width;
-    product<K>(n, width, dim, it.qt, width, deep_rows(kt + at * dim, dim, c.matrix), s, width, false, c.chain());
-    product<K>(n, width, dim_v, it.dot, width, deep_rows(vt + at * dim_v, dim_v, c.matrix), dp, width, false,
-               c.chain());
+    needed.find(it.s, first, n, partial && S::per == 1);
+    // the mask replaces scores that are not computed, and a weight of 0 any dP
+    needed.each([&](int64_t w, int64_t columns, const auto& of) {
+      const int64_t to = of.begin * width + w, keys = of.end - of.begin;
+      product<K>(keys, columns, dim, it.qt + w, width, deep_rows(kt + (at + of.begin) * dim, dim, c.matrix), s + to,
+                 width, false, c.chain());
+      product<K>(keys, columns, dim_v, it.dot + w, width, deep_rows(vt + (at + of.begin) * dim_v, dim_v, c.matrix),
+                 dp + to, width, false, c.chain());
+    });
     it.s.scores(s, first, n, partial, c.softcap != 0 ? cap : nullptr);
     const bool careful = partial || it.s.masked_by_bias();
     if (c.dentropy) keep_logs(it, n);
@@ -199,12 +203,15 @@ struct Backward : RowSums<typename K::sum> {
 
   // adds P and P dP of a piece to the sums of its rows
   void add_sums(State& it, int64_t n) {
-    double sum[2][TILE_Q] = {};
-    for (int64_t r = 0; r < n * it.s.width; r += it.s.width)
-      for (int64_t w = 0; w < it.s.width; ++w) {
-        const double e = static_cast<double>(s[r + w]);
-        sum[0][w] += e, sum[1][w] += e == 0 ? 0 : e * static_cast<double>(dp[r + w]);
-      }
+    double sum[2][TILE_Q];
+    for (int64_t w = 0; w < it.s.width; ++w) sum[0][w] = sum[1][w] = 0;
+    needed.each([&](int64_t first, int64_t columns, const auto& of) {
+      for (int64_t r = of.begin * it.s.width; r < of.end * it.s.width; r += it.s.width)
+        for (int64_t w = first; w < first + columns; ++w) {
+          const double e = static_cast<double>(s[r + w]);
+          sum[0][w] += e, sum[1][w] += e == 0 ? 0 : e * static_cast<double>(dp[r + w]);
+        }
+    });
     for (int64_t w = 0; w < it.s.rows; ++w)
       for (int i = 0; i < 2; ++i) c.sums[2 * row_at(c, it.s, w) + i] += sum[i][w];
   }
@@ -235,8 +242,9 @@ struct Backward : RowSums<typename K::sum> {
   bool refined(const TaskIndex& x, int64_t n) {
     for (int64_t i = 0; i < n; ++i) {
       State& it = items[i];
-      const bool one_tile = it.seg < it.seg_end && it.seg[0] / TILE_K == (it.seg_end[-2] - 1) / TILE_K;
-      it.one_piece = !c.only_sums && one_tile && (c.range || it.seg + 3 == it.seg_end);
+      it.one_piece = !c.only_sums && it.seg < it.seg_end &&
+                     it.piece(it.seg[0], round_up(it.seg[0] + 1, TILE_K), c.range > 0) + 3 == it.seg_end &&
+                     it.seg[0] / TILE_K == (it.seg_end[-2] - 1) / TILE_K;
       it.refines = !it.one_piece && (!c.range || c.dslopes || c.dgates || far(it));
       if (!it.refines) it.seg = it.seg_end;
     }
@@ -262,16 +270,11 @@ struct Backward : RowSums<typename K::sum> {
     if (dgates) gate_sums(it, first, n);
     if (c.softcap != 0 || c.dslopes) dscores(it, first, n);
     const bool careful = partial || it.s.masked_by_bias();
-    const int64_t pairs = (it.s.rows + S::per - 1) / S::per, row = it.s.width / S::per;
     if (it.finite || !careful) {
       if constexpr (S::per == 2) S::pair_lanes(p, n * it.s.width, p_lanes), S::pair_lanes(s, n * it.s.width, s_lanes);
       for (int64_t r = 0, run; r < n; r += run) {
-        run = keys.run(first + r, n - r);
-        const int64_t j = keys.at(first + r) - c.stage.key, step = keys.step;
-        product<K>(run, ldv, pairs, it.dout, ldv, deep_rows(p_lanes + r * row, row, c.matrix), dv + j * ldv, step * ldv,
-                   true, CHAIN / 2);
-        product<K>(run, ld, pairs, it.q, ld, deep_rows(s_lanes + r * row, row, c.matrix), dk + j * ld, step * ld, true,
-                   CHAIN / 2);
+        run = keys.run(first + r, min64(n - r, needed.columns < it.s.width ? Needed<T>::PAIR : n));
+        key_products(it, first, r, run);
       }
     } else {
       keys_one_by_one(it, first, n, partial);
@@ -282,9 +285,28 @@ struct Backward : RowSums<typename K::sum> {
       queries_one_by_one(it, first, n, partial, at);
   }
 
+  // dK and dV of n neighbouring keys from r on
+  void key_products(State& it, int64_t first, int64_t r, int64_t n) {
+    const int64_t j = keys.at(first + r) - c.stage.key, step = keys.step, row = it.s.width / S::per;
+    const auto [top, bottom] = needed.rows(r, r + n);
+    const int64_t stop = (min64(bottom, it.s.rows) + S::per - 1) / S::per;
+    // sums of rows have the pieces that they would have from the first row on
+    for (int64_t w = top / S::per, end; w < stop; w = end) {
+      end = w % (CHAIN / 2) ? min64(stop, round_up(w, CHAIN / 2)) : stop;
+      const int64_t at = r * row + w;
+      product<K>(n, ldv, end - w, it.dout + w * ldv, ldv, deep_rows(p_lanes + at, row, c.matrix), dv + j * ldv,
+                 step * ldv, true, CHAIN / 2);
+      product<K>(n, ld, end - w, it.q + w * ld, ld, deep_rows(s_lanes + at, row, c.matrix), dk + j * ld, step * ld,
+                 true, CHAIN / 2);
+    }
+  }
+
   void query_product(State& it, int64_t n, int64_t at) {
     if constexpr (S::per == 1) {
-      mm<K>(c.D, it.s.width, n, s, it.s.width, kt + at * c.D, 1, c.D, it.dqt, it.s.width, true);
+      needed.each([&](int64_t w, int64_t columns, const auto& of) {
+        mm<K>(c.D, columns, of.end - of.begin, s + of.begin * it.s.width + w, it.s.width, kt + (at + of.begin) * c.D, 1,
+              c.D, it.dqt + w, it.s.width, true);
+      });
     } else {
       // pairs of keys start at even positions: an odd first key is paired with a zero before it
       const int64_t odd = at & 1;
@@ -383,25 +405,13 @@ struct Backward : RowSums<typename K::sum> {
     if (c.selection.lists) Selected(c, bump, groups_of(c));
     return bump.used;
   }
-  // size of the sums of one task: dK rows, then dV rows
-  static int64_t sums(const Call& c) { return c.sum_keys * (round_up(c.D, N) + round_up(c.Dv, N)); }
-
-  // keeps the sums of keys that the stage before has in common with this one
-  static void start_sums(const Call& c, T* sums, int64_t width) {
-    const int64_t kept = max64(0, c.before.key_end - c.stage.key);
-    const T* old = sums + (c.stage.key - c.before.key) * width;
-    if (kept) __builtin_memmove(sums, old, static_cast<size_t>(kept * width) * sizeof(T));
-    const int64_t fresh = c.stage.key_end - c.stage.key - kept;
-    __builtin_memset(sums + kept * width, 0, static_cast<size_t>(fresh * width) * sizeof(T));
-  }
-
   static void task(const Call& c, int64_t task, char* scratch) {
     Bump bump{scratch};
     Backward f(c, bump, wanted(c));
     const Part& part = *c.part;
-    f.dk = static_cast<T*>(c.partial) + (task - c.first * c.splits) * sums(c);
+    f.dk = static_cast<T*>(c.partial) + (task - c.first * c.splits) * KeySums<T>::size(c);
     f.dv = f.dk + c.sum_keys * f.ld;
-    if (!c.accumulate) start_sums(c, f.dk, f.ld), start_sums(c, f.dv, f.ldv);
+    if (!c.accumulate) KeySums<T>::start(c, f.dk, f.ld), KeySums<T>::start(c, f.dv, f.ldv);
     const int64_t split = task % c.splits, hk = task / c.splits % c.Hk, b = task / c.splits / c.Hk;
     f.dgates = c.dgates ? c.dgates + task * c.G * c.Tk : nullptr;
     double* slopes = c.dslopes ? c.dslopes + task * c.G : nullptr;
@@ -419,29 +429,6 @@ struct Backward : RowSums<typename K::sum> {
               if (f.items[n].place(c, x, g, tile, f.masks + n)) f.start(f.items[n++], g);
           f.gradients(x, n, slopes);
         }
-  }
-
-  // adds the owners' sums of one (batch, key head) in ascending order, for the keys [begin, end)
-  static void finish_keys(const Call& c, int64_t task, int64_t begin, int64_t end) {
-    const int64_t ld = round_up(c.D, N), ldv = round_up(c.Dv, N), hk = task % c.Hk, b = task / c.Hk;
-    T* first = static_cast<T*>(c.partial) + (task - c.first) * c.splits * sums(c);
-    // of keys that no tile sees
-    T no_dk[1024], no_dv[1024] = {};
-    for (T& x : no_dk) x = T(0) * static_cast<T>(c.scale);
-    for (int64_t j = begin; j < end; ++j) {
-      if (j % 256 == 255) check_stop();
-      const bool seen = c.stage.key <= j && j < c.stage.key_end;
-      const int64_t row = j - c.stage.key;
-      T *dk = seen ? first + row * ld : no_dk, *dv = seen ? first + c.sum_keys * ld + row * ldv : no_dv;
-      for (int64_t n = 1; seen && n < c.splits; ++n) {
-        const T* other = first + n * sums(c);
-        for (int64_t d = 0; d < c.D; ++d) dk[d] += other[row * ld + d];
-        for (int64_t d = 0; d < c.Dv; ++d) dv[d] += other[c.sum_keys * ld + row * ldv + d];
-      }
-      for (int64_t d = 0; seen && d < c.D; ++d) dk[d] *= static_cast<T>(c.scale);
-      write_row(c.dk, b * c.dk.stride[0] + j * c.dk.stride[1] + hk * c.dk.stride[2], c.D, dk);
-      write_row(c.dv, b * c.dv.stride[0] + j * c.dv.stride[1] + hk * c.dv.stride[2], c.Dv, dv);
-    }
   }
 };
 

@@ -53,11 +53,7 @@ struct Forward {
   const Num* k_rows = nullptr;  // of the key tile, k_step apart
   int64_t k_step = 0;
   Keys keys{0, 1, 0};
-  static constexpr int64_t PAIR = 2 * N;
-  // of a piece, for each pair of vectors: products and weights of other keys than begin to end are not needed
-  struct Needed {
-    int64_t begin, end;
-  } needed[TILE_Q / PAIR];
+  Needed<T> needed;
 
   Forward(const Call& call, Bump& bump, int64_t n_items)
       : c(call),
@@ -96,17 +92,17 @@ struct Forward {
     mul = it.s.scale_by(pre, Store<K>::per == 1);
     load_queries(c.q, x, x.width, c.D, rows, ld);
     Store<K>::turn(rows, ld, x.width, c.D, pre, transposed, it.qt);
-    for (int w = 0; w < TILE_Q; ++w) it.least[w] = Low<T>::start;
+    for (int64_t w = 0; w < it.s.width; ++w) it.least[w] = Low<T>::start;
     start_sums(it);
   }
 
   void start_sums(State& it) {
     for (int64_t i = 0; i < ldv * it.s.width; i += N) store(it.ot + i, vec<T>{});
-    for (int w = 0; w < TILE_Q; ++w) it.m[w] = it.least[w], it.l[w] = it.u[w] = T(0);
+    for (int64_t w = 0; w < it.s.width; ++w) it.m[w] = it.least[w], it.l[w] = it.u[w] = T(0);
     if (!c.range) return;
     it.range = 0;
     for (int64_t i = 0; i < ldv * it.s.width; i += N) store(it.whole + i, vec<T>{});
-    for (int w = 0; w < TILE_Q; ++w) it.whole_m[w] = it.least[w], it.whole_l[w] = T(0);
+    for (int64_t w = 0; w < it.s.width; ++w) it.whole_m[w] = it.least[w], it.whole_l[w] = T(0);
   }
 
   // Merges the sums of a range with those of all ranges before it, and starts the next one. Merging an empty range, or
@@ -132,13 +128,12 @@ struct Forward {
     const int64_t odd = Store<K>::per == 2 ? at & 1 : 0, width = it.s.width;
     if (c.range && first / c.range != it.range) fold(it), it.range = first / c.range;
     T* scores = s + odd * width;
-    const int64_t columns = trim(it, first, n, partial) ? PAIR : width;
-    for (int64_t w = 0; w < width; w += columns) {
-      const auto [begin, end] = needed[w / PAIR];
-      product<K>(end - begin, min64(columns, width - w), Store<K>::depth(c.D), it.qt + w, width,
-                 deep_rows(k_rows + (at + begin) * k_step, k_step, c.matrix), scores + begin * width + w, width, false,
-                 c.chain());
-    }
+    needed.find(it.s, first, n, partial && Store<K>::per == 1);
+    needed.each([&](int64_t w, int64_t columns, const auto& of) {
+      product<K>(of.end - of.begin, columns, Store<K>::depth(c.D), it.qt + w, width,
+                 deep_rows(k_rows + (at + of.begin) * k_step, k_step, c.matrix), scores + of.begin * width + w, width,
+                 false, c.chain());
+    });
     it.s.scores(scores, first, n, partial, nullptr);
     c.entropy ? softmax<true>(it, scores) : softmax<false>(it, scores);
     it.s.dropout(scores, nullptr, first, n);
@@ -152,31 +147,16 @@ struct Forward {
       if (c.matrix && !whole) late.add(it.late, width, p, steps, from);
       if (c.matrix) return;
     }
-    for (int64_t w = 0; w < width; w += columns) {
-      const auto [begin, end] = Store<K>::per == 2 ? Needed{0, steps} : needed[w / PAIR];
-      mm<K>(c.Dv, min64(columns, width - w), end - begin, p + begin * width + w, width, vt + (from + begin) * ldv, 1,
-            ldv, it.ot + w, width, true);
-    }
-  }
-
-  // Finds what is needed of a piece. Returns whether it differs between pairs of vectors, as on the diagonal.
-  bool trim(State& it, int64_t first, int64_t n, bool partial) {
-    for (auto& x : needed) x = {0, n};
-    if (Store<K>::per == 2 || !partial || keys.list || keys.step != 1) return false;
-    it.s.prepare();
-    if (!it.s.lanes_mask->one_band) return false;
-    for (int64_t w = 0; w < it.s.width; w += PAIR) {
-      Needed& x = needed[w / PAIR];
-      it.s.lanes_mask->sees(it.s.row(w), it.s.row(min64(w + PAIR, it.s.rows) - 1), &x.begin, &x.end);
-      x.begin = min64(n, max64(0, x.begin - keys.start - first));
-      x.end = max64(x.begin, min64(n, x.end - keys.start - first));
-    }
-    return true;
+    needed.each([&](int64_t w, int64_t columns, const auto& of) {
+      const int64_t begin = Store<K>::per == 1 ? of.begin : 0, end = Store<K>::per == 1 ? of.end : steps;
+      mm<K>(c.Dv, columns, end - begin, p + begin * width + w, width, vt + (from + begin) * ldv, 1, ldv, it.ot + w,
+            width, true);
+    });
   }
 
   template <int NV, bool ENTROPY>
   void softmax_columns(State& it, T* scores, int64_t w, ivec<T>& moved) {
-    const auto [begin, end] = needed[w / PAIR];
+    const auto [begin, end] = needed.of[w / Needed<T>::PAIR];
     vec<T> mx[NV], sum[NV], fix[NV], logs[NV], rise[NV];
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) mx[v] = splat(Low<T>::masked), sum[v] = logs[v] = vec<T>{};
@@ -290,7 +270,7 @@ struct Forward {
     fold(it);
     T* sums = it.ot;
     it.ot = it.whole, it.whole = sums;
-    for (int w = 0; w < TILE_Q; ++w) it.m[w] = it.whole_m[w], it.l[w] = it.whole_l[w];
+    for (int64_t w = 0; w < it.s.width; ++w) it.m[w] = it.whole_m[w], it.l[w] = it.whole_l[w];
   }
 
   static T quotient(double share, T l) { return l == 0 ? T(0) : static_cast<T>(share / static_cast<double>(l)); }

@@ -84,6 +84,17 @@ struct Item {
     return true;
   }
 
+  // The last of the segments that are one piece, from key `begin` of the tile that ends before key `stop`: with `whole`,
+  // all of the tile. Otherwise few keys that all rows see join the edge after them, since a piece costs more than tests.
+  const int32_t* piece(int64_t begin, int64_t stop, bool whole) const {
+    constexpr int64_t FEW_KEYS = 16;
+    const int32_t* last = seg;
+    const auto more = [&] { return last[1] < stop && last + 3 < seg_end && last[3] < stop; };
+    while (whole && more()) last += 3;
+    const bool few = !whole && last[1] - begin < FEW_KEYS && more();
+    return few && last[1] == last[3] && last[5] == PARTIAL ? last + 3 : last;
+  }
+
  private:
   void set(const Call& c, const QueryRows& rows, const Keys& keys, TileMask<T>* lanes_mask) {
     static_cast<QueryRows&>(s) = rows;
@@ -93,6 +104,46 @@ struct Item {
     s.lanes_mask = lanes_mask;
     s.prepared = false;
     s.factor = T(1);
+  }
+};
+
+// Of a piece, for each pair of vectors of rows: only products with keys begin to end are needed, 0 to n where the mask
+// does not tell. It tells for one band of keys, where the edge crosses the piece.
+template <class T>
+struct Needed {
+  static constexpr int64_t PAIR = 2 * lanes<T>;
+  struct Range {
+    int64_t begin, end;
+  } of[TILE_Q / PAIR];
+  int64_t width;    // of the item
+  int64_t columns;  // that have the same range: PAIR or all
+
+  void find(Scorer<T>& s, int64_t first, int64_t n, bool tell) {
+    for (Range& x : of) x = {0, n};
+    width = columns = s.width;
+    if (!tell || s.keys.list || s.keys.step != 1) return;
+    s.prepare();
+    if (!s.lanes_mask->one_band) return;
+    columns = PAIR;
+    for (int64_t w = 0; w < width; w += PAIR) {
+      Range& x = of[w / PAIR];
+      s.lanes_mask->sees(s.row(w), s.row(min64(w + PAIR, s.rows) - 1), &x.begin, &x.end);
+      x.begin = min64(n, max64(0, x.begin - s.keys.start - first));
+      x.end = max64(x.begin, min64(n, x.end - s.keys.start - first));
+    }
+  }
+  // f(w, how many columns, range) for columns that have the same range
+  template <class F>
+  void each(F f) const {
+    for (int64_t w = 0; w < width; w += columns) f(w, min64(columns, width - w), of[w / PAIR]);
+  }
+  // the rows that need some of the keys `begin` to `end` of the piece
+  Range rows(int64_t begin, int64_t end) const {
+    Range some{width, 0};
+    each([&](int64_t w, int64_t n, const Range& keys) {
+      if (keys.begin < end && begin < keys.end) some = {min64(some.begin, w), w + n};
+    });
+    return some;
   }
 };
 
@@ -117,8 +168,9 @@ SACCADE_INLINE void walk(int64_t n_keys, bool whole, It* items, int64_t n_items,
         It& it = items[i];
         while (it.seg < it.seg_end && it.seg[0] < k1) {
           const int64_t begin = max64(it.seg[0], k0);
-          int kind = it.seg[2];
-          for (; whole && it.seg[1] < k1 && it.seg + 3 < it.seg_end && it.seg[3] < k1; it.seg += 3) kind = PARTIAL;
+          const int32_t* last = it.piece(begin, k1, whole);
+          const int kind = last == it.seg ? it.seg[2] : PARTIAL;
+          it.seg = last;
           const int64_t end = min64(it.seg[1], k1);
           if (begin < end) {
             if (!loaded) load(k0, min64(TILE_K, n_keys - k0));

@@ -58,13 +58,13 @@ int64_t backward_scratch(const Call& c) {
   return by_kind(c, [&](auto* k) { return Backward<std::remove_pointer_t<decltype(k)>>::scratch_bytes(c); });
 }
 int64_t backward_sums(const Call& c) {
-  return by_kind(c, [&](auto* k) { return Backward<std::remove_pointer_t<decltype(k)>>::sums(c); });
+  return by_kind(c, [&](auto* k) { return KeySums<typename std::remove_pointer_t<decltype(k)>::sum>::size(c); });
 }
 void backward(const Call& c, int64_t task, char* scratch) {
   by_kind(c, [&](auto* k) { Backward<std::remove_pointer_t<decltype(k)>>::task(c, task, scratch); });
 }
 void backward_finish(const Call& c, int64_t task, int64_t begin, int64_t end) {
-  by_kind(c, [&](auto* k) { Backward<std::remove_pointer_t<decltype(k)>>::finish_keys(c, task, begin, end); });
+  by_kind(c, [&](auto* k) { KeySums<typename std::remove_pointer_t<decltype(k)>::sum>::finish(c, task, begin, end); });
 }
 void backward_distances(const Call& c, int64_t task, char* scratch) {
   by_kind(c, [&](auto* k) { BiasGradient<std::remove_pointer_t<decltype(k)>>::distances(c, task, scratch); });

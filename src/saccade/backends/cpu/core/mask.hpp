@@ -29,17 +29,18 @@ struct TileMask {
     const int32_t* use = m.uses;
     one_band =
         m.n_bands == 1 && bands()[STRIDE] == 1 && !(use[ROWS_IN] | use[ROWS_OUT] | use[GRIDS_IN] | use[GRIDS_OUT]);
-    for (int w = 0; w < TILE_Q; ++w) t[w] = static_cast<I>(x.row(min64(w, x.rows - 1)));
+    const int width = static_cast<int>(round_up(x.rows, lanes<T>));
+    for (int w = 0; w < width; ++w) t[w] = static_cast<I>(x.row(min64(w, x.rows - 1)));
     for (int n = 0; n < m.n_rows; ++n) {
       const Rows& r = m.rows[n];
       if (r.on_keys) continue;
       const int64_t at = b * r.batch_stride;
-      for (int w = 0; w < TILE_Q; ++w) lo[n][w] = r.lo[at + t[w]], hi[n][w] = r.hi[at + t[w]];
+      for (int w = 0; w < width; ++w) lo[n][w] = r.lo[at + t[w]], hi[n][w] = r.hi[at + t[w]];
     }
     for (int n = 0; n < m.n_bands; ++n) {
       const int64_t s = bands()[n * BAND_FIELDS + STRIDE];
       if (s == 1) continue;
-      for (int w = 0; w < TILE_Q; ++w) residue[n][w] = static_cast<I>(floor_mod(t[w], s < 0 ? -s : s));
+      for (int w = 0; w < width; ++w) residue[n][w] = static_cast<I>(floor_mod(t[w], s < 0 ? -s : s));
     }
   }
 

@@ -29,6 +29,7 @@ std::mutex errors;
 struct Job {
   const std::function<void(int64_t)>* body = nullptr;
   int64_t n = 0;
+  int threads = 1;
   std::atomic<int64_t> next{0};
   int seats = 0;               // workers that may still join
   std::atomic<int> inside{0};  // helpers that run its tasks now
@@ -69,9 +70,10 @@ thread_local Scratch mine;
 // what this thread is doing
 struct Turn {
   Job* job = nullptr;
-  void (*ask)() = nullptr;  // throws if the call must stop
-  int looks = 0;            // checks in this call so far: a short call never reads the clock
-  Clock::time_point next;   // when to ask again
+  void (*ask)() = nullptr;       // throws if the call must stop
+  int looks = 0;                 // checks in this call so far: a short call never reads the clock
+  int skipped = 0, skip = 0;     // checks without a look at the clock, where they come in less than a microsecond
+  Clock::time_point last, next;  // when the clock was read, and when to ask again
 };
 thread_local Turn turn;
 
@@ -80,7 +82,11 @@ void look(Turn& own) {
   constexpr int SHORT = 4;
   if (!own.ask || ++own.looks < SHORT) return;
   if (own.looks > SHORT) {
-    if (Clock::now() < own.next) return;
+    if (own.skipped++ < own.skip) return;
+    const Clock::time_point now = Clock::now();
+    const bool often = now - std::exchange(own.last, now) < (own.skip + 1) * std::chrono::microseconds(1);
+    own.skipped = 0, own.skip = often ? 16 : 0;
+    if (now < own.next) return;
     // signal handlers may make calls on this thread; they must not use the scratch memory of the interrupted call
     struct Aside {
       Scratch held;
@@ -90,16 +96,22 @@ void look(Turn& own) {
     } aside;
     own.ask();
   }
-  own.looks = SHORT, own.next = Clock::now() + SLICE;
+  own.looks = SHORT, own.last = Clock::now(), own.next = own.last + SLICE;
 }
 
 void take_tasks(Job& job) {
   const PlainNumbers mode;
   Job* const outer = std::exchange(turn.job, &job);
   try {
-    for (int64_t task; (task = job.next.fetch_add(1, std::memory_order_acq_rel)) < job.n;) {
-      check_stop();
-      (*job.body)(task);
+    // Neighbouring tasks read neighbouring memory, so a thread takes several, and fewer the fewer are left.
+    for (int64_t task = 0, end; task < job.n;) {
+      const int64_t left = job.n - job.next.load(std::memory_order_relaxed);
+      const int64_t some = std::max<int64_t>(1, left / (4 * job.threads));
+      task = job.next.fetch_add(some, std::memory_order_acq_rel);
+      for (end = std::min(task + some, job.n); task < end; ++task) {
+        check_stop();
+        (*job.body)(task);
+      }
     }
   } catch (const Stopped&) {
   } catch (...) {
@@ -230,6 +242,7 @@ void parallel(int64_t n, int threads, const std::function<void(int64_t)>& body) 
   Job job;
   job.body = &body;
   job.n = n;
+  job.threads = threads;
   if (!team) {
     pool->run(job, threads);
   } else {
@@ -261,7 +274,7 @@ void check_stop() {
   look(own);
 }
 
-Interruptible::Interruptible(void (*ask)()) : outer_(std::exchange(turn.ask, ask)) { turn.looks = 0; }
+Interruptible::Interruptible(void (*ask)()) : outer_(std::exchange(turn.ask, ask)) { turn.looks = turn.skip = 0; }
 Interruptible::~Interruptible() { turn.ask = outer_; }
 
 char* scratch(int64_t bytes) {

@@ -84,8 +84,8 @@ struct QueryRows {
   int64_t b, h, t0, step, rows;
   int64_t pack = 1, lane0 = 0;
 
-  int64_t row(int64_t w) const { return t0 + step * ((lane0 + w) / pack); }
-  int64_t head(int64_t w) const { return h + (lane0 + w) % pack; }
+  int64_t row(int64_t w) const { return t0 + step * (pack == 1 ? lane0 + w : (lane0 + w) / pack); }
+  int64_t head(int64_t w) const { return pack == 1 ? h : h + (lane0 + w) % pack; }
   int64_t at(const Array& a, int64_t w) const { return b * a.stride[0] + row(w) * a.stride[1] + head(w) * a.stride[2]; }
 };
 
