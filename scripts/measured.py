@@ -85,7 +85,7 @@ h100 = partial(rates, "nvidia-h100")
 DRAWINGS: dict[str, partial[Chart]] = {
     "verdicts": partial(verdicts),
     **{name: partial(ratios, name) for name in COMPARED},
-    **{name: partial(sweep, name) for name in ("cpu-sweep", "zen4-sweep")},
+    **{name: partial(sweep, name) for name in ("cpu-sweep", "zen4-sweep", "zen4-v3-sweep")},
     "cpu-generation": partial(rates, "cpu-generation", unit="tokens per second"),
     "cpu-training": partial(rates, "cpu-training", unit="tokens per second"),
     "cpu-methods": partial(milliseconds, "cpu-methods", log=True),
