@@ -405,6 +405,7 @@ struct Backward : RowSums<typename K::sum> {
     if (c.selection.lists) Selected(c, bump, groups_of(c));
     return bump.used;
   }
+
   static void task(const Call& c, int64_t task, char* scratch) {
     Bump bump{scratch};
     Backward f(c, bump, wanted(c));

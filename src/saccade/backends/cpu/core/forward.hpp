@@ -148,9 +148,9 @@ struct Forward {
       if (c.matrix) return;
     }
     needed.each([&](int64_t w, int64_t columns, const auto& of) {
-      const int64_t begin = Store<K>::per == 1 ? of.begin : 0, end = Store<K>::per == 1 ? of.end : steps;
-      mm<K>(c.Dv, columns, end - begin, p + begin * width + w, width, vt + (from + begin) * ldv, 1, ldv, it.ot + w,
-            width, true);
+      const int64_t end = Store<K>::per == 1 ? of.end : steps;
+      mm<K>(c.Dv, columns, end - of.begin, p + of.begin * width + w, width, vt + (from + of.begin) * ldv, 1, ldv,
+            it.ot + w, width, true);
     });
   }
 

@@ -82,7 +82,6 @@ void look(Turn& own) {
   constexpr int SHORT = 4;
   if (!own.ask || ++own.looks < SHORT) return;
   if (own.looks > SHORT) {
-    if (own.skipped++ < own.skip) return;
     const Clock::time_point now = Clock::now();
     const bool often = now - std::exchange(own.last, now) < (own.skip + 1) * std::chrono::microseconds(1);
     own.skipped = 0, own.skip = often ? 16 : 0;
@@ -271,7 +270,7 @@ void handle_forks() {
 void check_stop() {
   Turn& own = turn;
   if (own.job && own.job->stop.load(std::memory_order_relaxed)) throw Stopped{};
-  look(own);
+  if (own.skipped++ >= own.skip) look(own);
 }
 
 Interruptible::Interruptible(void (*ask)()) : outer_(std::exchange(turn.ask, ask)) { turn.looks = turn.skip = 0; }
