@@ -70,7 +70,11 @@ def stand_ins() -> None:
     clocks.by_events = clocks.by_replays = clocks.by_clock = by_events
     peers = {"flash_attn.cute": {"flash_attn_func": attend, "flash_attn_varlen_func": attend}}
     rule = lambda q, k, v, *_: (torch.zeros_like(v) + q.sum() + k.sum(), None)  # noqa: E731
-    peers |= {"fla.ops.simple_gla": {"chunk_simple_gla": rule}, "fla.ops.gla": {"chunk_gla": rule}}
+    peers |= {
+        "fla.ops.simple_gla": {"chunk_simple_gla": rule},
+        "fla.ops.gla": {"chunk_gla": rule},
+        "fla.ops.kda": {"chunk_kda": rule},
+    }
     for name in peers:
         while name:
             sys.modules.setdefault(name, ModuleType(name)).__spec__ = ModuleSpec(name, None)

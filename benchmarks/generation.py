@@ -7,7 +7,9 @@ of a random model are close, and bfloat16 may round them to the same number.
 
 The cases "served" are many prompts of different lengths, half of which begin with the same tokens. Saccade draws for 16
 of them at a time, and transformers for 16 after 16, with padding. Their rates include the time that prompts take.
-`--device cuda` runs cases for GPUs.
+`--device cuda` runs cases for GPUs. There transformers is also measured with a static cache, for which it compiles the
+model. The ceiling of a case is the rate at which a copy of the GPU reads the matrices and the cached keys and values
+once for each step.
 
 `--model demo` compares `generate` without and with drafts instead, on the model of `make demo` or another run.
 """
@@ -19,13 +21,17 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
+from itertools import product
+from math import nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from arguments import chosen, parser
+from nvidia_recurrent import reached
 
 from saccade.cli.bench.clocks import timing
 from saccade.cli.bench.machine import Environment, environment, gpu_environment
@@ -34,6 +40,7 @@ from saccade.models.batching import serve
 from saccade.models.llama import Llama, LlamaConfig
 from saccade.models.loading import load_model
 from saccade.models.sampling import Sampler, generate
+from saccade.models.speed import matrix_parameters
 from saccade.models.tokens import load_tokenizer
 from saccade.models.weights import save_weights
 
@@ -74,7 +81,7 @@ class Case(NamedTuple):
     def rounds(self) -> int:
         """The timed rounds."""
         long = self.prompt * self.prompts
-        return ROUNDS if long < 1000 else 3 if long < 20_000 else 2 if long < LONG else 1
+        return ROUNDS if long < 1000 else 3 if long < 20_000 else 2 if long < LONG or self.device != "cpu" else 1
 
 
 CASES = [
@@ -91,14 +98,13 @@ CASES = [
     ),
     *(Case("llama-30m", PRESET, dtype, 1024, 64, 48, served=True) for dtype in (torch.float32, torch.bfloat16)),
     *(
-        Case(model, sizes, torch.bfloat16, prompt, 128, prompts, "cuda")
-        for model, sizes in (("llama-30m", PRESET), ("llama-350m", PRESET_350))
-        for prompt in (1024, 8192)
-        for prompts in (1, 16)
+        Case("llama-350m", PRESET_350, torch.bfloat16, prompt, 128, prompts, "cuda")
+        # 64 prompts of 32k tokens would take 103 GB
+        for prompt, prompts in ((1024, 64), (1024, 1), (1024, 16), (32768, 1), (32768, 16))
     ),
     Case("llama-350m", PRESET_350, torch.bfloat16, 1024, 128, 64, "cuda", served=True),
 ]
-# prompts of so many tokens take minutes, and the first round is timed, too
+# prompts of so many tokens take minutes on a CPU, and the first round is timed, too
 LONG = 100_000
 # how many prompts are drawn for at a time
 BATCH = 16
@@ -124,7 +130,7 @@ def ours(model: Any, prompts: Prompts, tokens: int) -> Drawn:
     return [(time.perf_counter(), drawn) for drawn in generate(model, prompts, tokens, Sampler(0.0))]
 
 
-def theirs(model: Any, prompts: Prompts, tokens: int) -> Drawn:
+def theirs(model: Any, prompts: Prompts, tokens: int, **more: str) -> Drawn:
     """The same by `generate` of transformers, which asks after each step whether to stop."""
     drawn: Drawn = []
 
@@ -133,7 +139,8 @@ def theirs(model: Any, prompts: Prompts, tokens: int) -> Drawn:
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
     ids = torch.tensor(prompts, device=model.device)
-    model.generate(ids, attention_mask=torch.ones_like(ids), stopping_criteria=[go_on], max_new_tokens=tokens, **GREEDY)
+    options = {"stopping_criteria": [go_on], "max_new_tokens": tokens, **GREEDY, **more}
+    model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     return drawn
 
 
@@ -181,7 +188,7 @@ def with_transformers(case: Case, env: Environment, folder: Path) -> Iterator[Ro
     """The same for a model that is saved in the folder."""
     torch.manual_seed(0)
     # an id that no token has, so that nothing ends the text
-    config = LlamaConfig(**case.sizes, max_position_embeddings=16384, eos_token_id=-1)
+    config = LlamaConfig(**case.sizes, max_position_embeddings=65536, eos_token_id=-1)
     net = Llama(config)
     save_weights(folder / "model.safetensors", net)
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
@@ -192,6 +199,9 @@ def with_transformers(case: Case, env: Environment, folder: Path) -> Iterator[Ro
 
         peer = AutoModelForCausalLM.from_pretrained(folder, dtype=case.dtype, attn_implementation="sdpa").eval()
         providers["transformers sdpa"] = drawn_by_peer, peer.to(case.device)
+        if case.device != "cpu" and not case.served:
+            torch.compiler.reset()
+            providers["transformers sdpa, static cache"] = partial(theirs, cache_implementation="static"), peer
     prompts = torch.randint(1, case.sizes["vocab_size"], (case.prompts, case.prompt)).tolist()
     if case.served:
         # of 64 tokens to the most, and half of them begin with the same 256
@@ -213,35 +223,58 @@ def with_drafts(folder: Path, env: Environment) -> Iterator[Row]:
 
 
 def compare(case: Case, env: Environment, providers: dict[str, tuple[Any, Any]], prompts: Prompts) -> Iterator[Row]:
-    """A row for each provider, draw and model. Ratios are to transformers, or to no drafts."""
+    """A row for each provider, draw and model. Ratios are to transformers, or to no drafts.
+
+    A peer that raises, usually because it takes too much memory, has a row with the message and no figure.
+    """
     samples: dict[str, list[float]] = {name: [] for name in providers}
     firsts: dict[str, list[float]] = {name: [] for name in providers}
     drawn: dict[str, list[list[int]]] = {}
+    failed: dict[str, str] = {}
     # the first round warms up
-    warm = int(case.prompt * case.prompts < LONG)
-    for n in range(1 - warm, case.rounds + 1):
-        for name, (draw, model) in providers.items():
-            first_token, seconds, drawn[name] = timed(draw, model, case, prompts)
+    warm = int(case.prompt * case.prompts < LONG or case.device != "cpu")
+    for n, (name, (draw, model)) in product(range(1 - warm, case.rounds + 1), providers.items()):
+        if name not in failed:
+            try:
+                first_token, seconds, drawn[name] = timed(draw, model, case, prompts)
+            except RuntimeError as error:
+                if name == "saccade":
+                    raise
+                failed[name] = str(error).splitlines()[0][:200]
+                continue
             if n:
                 samples[name].append(seconds)
                 firsts[name].append(first_token)
     first, *others = drawn.values()
     same = next((n for n, text in enumerate(first) if any(other[n] != text for other in others)), len(first))
-    parameters = sum(x.numel() for x in next(iter(providers.values()))[1].parameters())
     unit = "prompt" if case.served else "token"
-    dtype, differ = case.typed, f"tokens differ from {unit} {same} on"
-    base = "transformers sdpa" if "transformers sdpa" in samples else "saccade"
+    base = "transformers sdpa" if samples.get("transformers sdpa") else "saccade"
+    model = next(iter(providers.values()))[1]
+    values = {"parameters": sum(x.numel() for x in model.parameters())}
+    values |= {"prompt": case.prompt, "prompts": case.prompts, "new": case.tokens}
+    top = case.prompts / seconds_of_bytes(model, case) if case.device != "cpu" and not case.served else nan
     for name, seconds in samples.items():
+        row = Row(*env, case.name, name, "generate", case.typed, rate_unit="token/s", ceiling=top)
+        if name in failed:
+            yield replace(row, note=note(values, failed[name]))
+            continue
         token = timing(seconds)
+        rate = case.prompts / token.median
         # of neighbouring samples, because the machine may become slower or faster
-        ratio = float(np.median(np.array(samples[base]) / seconds))
-        sooner = float(np.median(np.array(firsts[base]) / firsts[name]))
-        values = {"parameters": parameters, "prompt": case.prompt, "prompts": case.prompts, "new": case.tokens}
-        values |= {"ratio": ratio}
-        values |= {} if case.served else {"first": float(np.median(firsts[name])), "ratio_first": sooner}
-        text = note(values, "" if same == len(first) else differ)
-        row = Row(*env, case.name, name, "generate", dtype, note=text, **token._asdict())
-        yield replace(row, rate=case.prompts / token.median, rate_unit="token/s")
+        compared = {"ratio": float(np.median(np.array(samples[base]) / seconds))}
+        if not case.served:
+            compared["first"] = float(np.median(firsts[name]))
+            compared["ratio_first"] = float(np.median(np.array(firsts[base]) / firsts[name]))
+        text = note(values | compared, "" if same == len(first) else f"tokens differ from {unit} {same} on")
+        yield replace(row, rate=rate, fraction=rate / top, note=text, **token._asdict())
+
+
+def seconds_of_bytes(model: Any, case: Case) -> float:
+    """The seconds in which a copy of the GPU reads what a step must read: the matrices, and the cache in the middle."""
+    layers, kv_heads, size = model.cached
+    numbers = matrix_parameters(model, case.sizes.get("tie_word_embeddings", False))
+    numbers += 2 * case.prompts * (case.prompt + case.tokens // 2) * layers * kv_heads * size
+    return numbers * case.dtype.itemsize / 1e9 / reached()["GB/s"]
 
 
 def main() -> None:

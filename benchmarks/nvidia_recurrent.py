@@ -127,6 +127,13 @@ def fla_delta(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor) -> Tenso
     return chunk_gated_delta_rule(q, k, v, g, beta)[0]
 
 
+def fla_kimi(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor) -> Tensor:
+    """Kimi delta attention by flash-linear-attention."""
+    from fla.ops.kda import chunk_kda
+
+    return chunk_kda(q, k, v, g, beta)[0]
+
+
 def mamba_ssd(*arrays: Tensor) -> Tensor:
     """SSD by mamba-ssm, with the chunks that its layer uses."""
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
@@ -154,6 +161,8 @@ def matrix_cases(B: int, T: int, H: int, K: int, V: int) -> Iterator[Case]:
     yield Case("gated_linear", shape, [q, k, v, channels], gated, work)
     delta: dict[str, Call] = {"saccade": recurrent.gated_delta_rule, "fla": fla_delta}
     yield Case("gated_delta_rule", shape, [q, unit, v, beta, g], delta, 1.5 * work)
+    kimi: dict[str, Call] = {"saccade": recurrent.gated_delta_rule, "fla": fla_kimi}
+    yield Case("kimi_delta_attention", shape, [q, unit, v, beta, channels], kimi, 1.5 * work)
 
 
 def scan_cases(B: int, T: int, D: int, N: int) -> Iterator[Case]:

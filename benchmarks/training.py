@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -74,7 +75,11 @@ def child(job: dict[str, Any]) -> None:
             done = super()._step()
             wait(self.device)
             figures = {"loss": done[0], "seconds": time.perf_counter() - start, "memory": memory(self.device)}
-            figures["flops"] = self.meter.flops_of(self._batch)
+            # without documents, every earlier token of a row is seen
+            shown = self._batch
+            if not peer.documents:
+                shown = shown._replace(positions=np.indices(shown.tokens.shape)[1])
+            figures["flops"] = self.meter.flops_of(shown)
             print(json.dumps(figures), flush=True)
             return done
 
@@ -93,14 +98,26 @@ def child(job: dict[str, Any]) -> None:
 
 
 class Run:
-    """A run in a process of its own, which waits before each step: its figures and its steps."""
+    """A run in a process of its own, which waits before each step: its figures and its steps. `begin` reads the first.
+
+    The process makes the model, and waits before it measures the machine's peak.
+    """
 
     def __init__(self, peer: str, settings: dict[str, Any], device: str) -> None:
         job = json.dumps({"peer": peer, "settings": settings, "device": device})
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors, "text": True}
         self.process = subprocess.Popen([sys.executable, __file__, "--child", job], **pipes)
-        self.figures, self.steps = self._read(), list[dict[str, Any]]()
+        self.figures, self.steps = dict[str, Any](), list[dict[str, Any]]()
+
+    def begin(self) -> None:
+        """Read the figures before the first step."""
+        self.figures = self._read()
+
+    def first(self) -> None:
+        """The steps that are not timed."""
+        for _ in range(FIRST):
+            self.step()
 
     def step(self) -> None:
         """One step; a run that has failed takes none."""
@@ -130,20 +147,23 @@ class Run:
         return {"error": lines[-1][:200] if lines else f"ended with status {self.process.wait()}"}
 
 
-def trained(peers: list[str], settings: dict[str, Any], device: str) -> dict[str, Run]:
-    """Runs of all peers, whose steps take turns on a CPU. On a GPU they could not share the memory.
+def trained(peers: list[str], settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Run]:
+    """Runs of all peers: those that are on the machine together compile at the same time, then their steps take turns.
 
-    There each run begins after the end of the one before.
+    The others begin after the end of these.
     """
-    if device != "cpu" and len(peers) > 1:
-        return {peer: run for one in peers for peer, run in trained([one], settings, device).items()}
-    runs = {peer: Run(peer, settings, device) for peer in peers}
-    for _ in range(settings["steps"]):
+    some, rest = peers[: args.together], peers[args.together :]
+    runs = {peer: Run(peer, settings, args.device) for peer in some}
+    for run in runs.values():
+        run.begin()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(Run.first, runs.values()))
+    for _ in range(FIRST, settings["steps"]):
         for run in runs.values():
             run.step()
     for run in runs.values():
         run.end()
-    return runs
+    return runs | (trained(rest, settings, args) if rest else {})
 
 
 def settings_of(args: argparse.Namespace, context: int, dtype: str, steps: int, seed: int = 0) -> dict[str, Any]:
@@ -172,13 +192,13 @@ def speeds(args: argparse.Namespace, env: Environment, earlier: list[Row]) -> It
 
 def compared(args: argparse.Namespace, env: Environment, context: int, dtype: str, mask: str) -> Iterator[Row]:
     """The rows of one mask; Saccade's has its ratio to the best peer, step by step."""
-    runs = trained(chosen_peers(args, mask == "documents"), settings_of(args, context, dtype, args.steps), args.device)
+    runs = trained(chosen_peers(args, mask == "documents"), settings_of(args, context, dtype, args.steps), args)
     whole = {peer: run for peer, run in runs.items() if not run.error}
     times = {peer: np.array([step["seconds"] for step in run.steps[FIRST:]]) for peer, run in whole.items()}
     ours = next((times[peer] for peer in times if peer.startswith("saccade")), None)
     others = [times[peer] for peer in times if not peer.startswith("saccade")] if ours is not None else []
     ratios = [np.median(other / ours) for other in others]
-    # of the machine: the processes measured it while others started
+    # of the machine: some processes measured it while others started
     peak = max((run.figures["peak"] for run in whole.values()), default=1)
     for peer, run in runs.items():
         row = Row(*env, f"{args.preset}-{context}", peer, "train", dtype, mask=MASKS[mask])
@@ -201,7 +221,7 @@ def curves(args: argparse.Namespace, env: Environment) -> Iterator[Row]:
     for context, seed in product(args.context, range(SEEDS)):
         dtype = args.dtype[0]
         settings = settings_of(args, context, dtype, args.losses, seed)
-        for peer, run in trained(chosen_peers(args, True), settings, args.device).items():
+        for peer, run in trained(chosen_peers(args, True), settings, args).items():
             base = Row(*env, f"{args.preset}-{context}", peer, "train", dtype, note=f"seed={seed}")
             if run.error:
                 yield base.with_text(run.error)
@@ -227,6 +247,7 @@ def main() -> None:
     words.add_argument("--changes", type=json.loads, default={}, help="JSON of settings other than the preset's")
     words.add_argument("--losses", type=int, default=0, help="steps of a run whose losses are compared")
     words.add_argument("--device", default="cpu")
+    words.add_argument("--together", type=int, default=len(PEERS), help="runs that have room in the memory")
     args = words.parse_args()
     env = (environment if args.device == "cpu" else gpu_environment)(args.commit)
     earlier = kept(args.out, env) if args.resume and not args.losses else []

@@ -119,5 +119,5 @@ PEERS = {
     "sdpa, causal": Peer(False, causal, sdpa),
     "FlashAttention-4, causal": Peer(False, causal, flash_4, "cuda"),
 }
-# those whose calls differ with each batch, and are left out of the compiled blocks
-NOT_COMPILED = ("sdpa by document",)
+# those whose calls differ with each batch, or that torch.compile cannot trace: they are left out of the compiled blocks
+NOT_COMPILED = ("sdpa by document", "FlashAttention-4", "FlashAttention-4, causal")

@@ -58,9 +58,10 @@ def recurrent(part: str) -> Part:
     return Part(f"recurrent-{part[0]}", 7, (f"nvidia_recurrent.py {{rows}} --resume --part {part} --using {{forms}}",))
 
 
-def training(preset: str, minutes: float) -> Part:
-    # a GPU has room for what the preset computes again
+def training(preset: str, together: int, minutes: float) -> Part:
+    # a GPU of 80 GB has room for what the preset computes again, and for so many runs together
     words = f"training.py {{rows}} --device cuda --preset {preset} --dtype bfloat16 --tokens 32768 --resume"
+    words += f" --together {together}"
     words += """ --context 8192 1024 32768 --changes '{{"recompute": false}}'"""
     return Part(f"training-{preset}", minutes, (f"{words} --commit {{commit}} --data {{tokens}}/{preset}",))
 
@@ -87,9 +88,9 @@ PARTS = (
     recurrent("3/4"),
     recurrent("4/4"),
     Part("models", 4, ("nvidia_models.py {rows} --resume --using {forms}",)),
-    training("llama-30m", 6),
-    training("gpt2-124m", 8),
-    training("llama-350m", 8),
+    training("llama-30m", 4, 6),
+    training("gpt2-124m", 4, 8),
+    training("llama-350m", 2, 12),
     Part("generation", 8, ("generation.py {rows} --device cuda --commit {commit} --resume",)),
 )
 
