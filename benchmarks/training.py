@@ -64,8 +64,7 @@ def child(job: dict[str, Any]) -> None:
     if attention is not None:
         attention = not_compiled if job["peer"] in NOT_COMPILED else attention
         stores.api = SimpleNamespace(attention=attention)  # type: ignore[assignment]
-    if job["peer"] != "saccade":
-        objective.Objective.mask_of = mask_of  # type: ignore[method-assign]
+    objective.Objective.mask_of = mask_of  # type: ignore[method-assign]
 
     class Timed(Trainer):
         def _step(self) -> tuple[float, float, float]:
@@ -191,13 +190,11 @@ def speeds(args: argparse.Namespace, env: Environment, earlier: list[Row]) -> It
 
 
 def compared(args: argparse.Namespace, env: Environment, context: int, dtype: str, mask: str) -> Iterator[Row]:
-    """The rows of one mask; Saccade's has its ratio to the best peer, step by step."""
+    """The rows of one mask; Saccade's have their ratios to the best peer, step by step."""
     runs = trained(chosen_peers(args, mask == "documents"), settings_of(args, context, dtype, args.steps), args)
     whole = {peer: run for peer, run in runs.items() if not run.error}
     times = {peer: np.array([step["seconds"] for step in run.steps[FIRST:]]) for peer, run in whole.items()}
-    ours = next((times[peer] for peer in times if peer.startswith("saccade")), None)
-    others = [times[peer] for peer in times if not peer.startswith("saccade")] if ours is not None else []
-    ratios = [np.median(other / ours) for other in others]
+    others = [times[peer] for peer in times if not peer.startswith("saccade")]
     # of the machine: some processes measured it while others started
     peak = max((run.figures["peak"] for run in whole.values()), default=1)
     for peer, run in runs.items():
@@ -206,11 +203,12 @@ def compared(args: argparse.Namespace, env: Environment, context: int, dtype: st
             yield replace(row, note=run.error)
             continue
         token, count = timing(times[peer].tolist()), max(1, args.tokens // context) * context
+        ratios = [np.median(other / times[peer]) for other in others if peer.startswith("saccade")]
         values = {
             "parameters": run.figures["parameters"],
             "tokens": count,
             "memory": max(step["memory"] for step in run.steps),
-            "ratio": min(ratios, default=0) if peer.startswith("saccade") else 0,
+            "ratio": min(ratios, default=0),
             "share": sum(step["flops"] for step in run.steps[FIRST:]) / times[peer].sum() / peak,
         }
         yield replace(row, rate=count / token.median, rate_unit="token/s", note=note(values), **token._asdict())

@@ -108,14 +108,32 @@ def causal(*_: object) -> Any:
     return masks.causal()
 
 
+def documents(batch: Any, device: Any) -> Any:
+    """Saccade's mask of the earlier tokens of each token's document, as a training run makes it."""
+    import torch
+
+    from saccade import mask as masks
+
+    return masks.causal() & masks.documents(torch.from_numpy(batch.documents).to(device))
+
+
+def any_order(*arrays: Any, **options: Any) -> Any:
+    """Saccade's attention, whose gradients are sums in any order, as FlashAttention-4's are."""
+    import saccade
+
+    return saccade.attention(*arrays, deterministic=False, **options)
+
+
 PEERS = {
-    "saccade": Peer(True, lambda *_: None, None),
+    "saccade": Peer(True, documents, None),
+    "saccade, any order": Peer(True, documents, any_order, "cuda"),
     "sdpa, bool mask": Peer(True, same_document, sdpa),
     # a GPU would wait for its many small calls
     "sdpa by document": Peer(True, lambda batch, _: lengths_of(batch), sdpa_parts, "cpu"),
     "FlexAttention": Peer(True, block_mask, flex),
     "FlashAttention-4": Peer(True, borders_of, flash_4, "cuda"),
     "saccade, causal": Peer(False, causal, None),
+    "saccade, causal, any order": Peer(False, causal, any_order, "cuda"),
     "sdpa, causal": Peer(False, causal, sdpa),
     "FlashAttention-4, causal": Peer(False, causal, flash_4, "cuda"),
 }

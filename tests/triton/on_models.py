@@ -115,3 +115,23 @@ def test_training_on_a_gpu_equals_the_cpu(model: str, way: dict, tmp_path: Path)
     cut.close()
     rest = [step.loss for step in Trainer(tmp_path / "cut", {}, resume=True, device="cuda").run()]
     assert begun + rest == pytest.approx(there, rel=1e-4)
+
+
+def test_losses_of_a_vocabulary_that_is_padded() -> None:
+    """On a GPU, rows of logits are products with a padded weight; losses and gradients are those of the CPU."""
+    from saccade.models import blocks
+
+    torch.manual_seed(0)
+    config = Gpt2Config(8 * blocks.ALIGNED + 17, 64, 2, 4, n_positions=400, eos_token_id=-1)
+    tokens = torch.randint(0, config.vocab_size, (2, blocks.MANY_ROWS))
+    found = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(1)
+        model = Gpt2(config).to(device)
+        loss = model(tokens.to(device), targets=tokens.roll(-1, 1).to(device)) / tokens.numel()
+        loss.backward()
+        found.append((loss.item(), model.wte.weight.grad.cpu(), model(tokens.to(device)).detach().cpu()))
+    assert found[0][2].shape == found[1][2].shape == (*tokens.shape, config.vocab_size)
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    for a, b in zip(found[0][1:], found[1][1:], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -21,7 +21,7 @@ from ..caches.paged import PagedKVCache
 from ..distributed.context import ContextParallel, Where
 from ..mask import Mask
 from ..rope import angles
-from .blocks import Attention, Decoder, GatedAttention, Linear, RMSNorm, SwiGLU
+from .blocks import Attention, Decoder, GatedAttention, Linear, RMSNorm, SwiGLU, linear
 from .deepseek import LatentAttention
 from .experts import Experts, Router, SharedExperts
 from .gated_blocks import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention, Retention
@@ -211,7 +211,7 @@ class Hybrid(Decoder):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., width] -> [..., vocab]."""
         cap = self.config.softcap
-        logits = functional.linear(hidden, (self.embedding if self.head is None else self.head).weight)
+        logits = linear(hidden, (self.embedding if self.head is None else self.head).weight)
         return torch.tanh(logits / cap) * cap if cap else logits
 
     @property

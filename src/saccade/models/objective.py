@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from .. import mask as masks
 from ..distributed.context import ContextParallel, Where
 from ..mask import Mask
-from .blocks import Decoder
+from .blocks import Decoder, summed_losses
 from .data import IGNORED, Batch
 from .settings import Settings
 
@@ -23,8 +23,10 @@ def set_up(model: Decoder, settings: Settings) -> None:
     """Make the blocks of a model compute as the settings say.
 
     recompute: each block keeps only its input for the backward. compile: torch.compile fuses what a block does around
-    its matrix products and its attention; blocks of one kind share a graph.
+    its matrix products and its attention, and the losses of the logits; blocks of one kind share a graph.
     """
+    if settings.compile:
+        model.summed = torch.compile(summed_losses, dynamic=False)
     for block in model.blocks:
         if settings.recompute:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)

@@ -104,6 +104,8 @@ class Trainer:
         self.meter = Meter(self.model, self.settings, self.device)
         self.objective = Objective(self.model, self.settings, self.device, self.backend)
         self.optimizer = make_optimizer(self.model, self.settings)
+        # the batch of the next step
+        self._ahead: dict[int, Batch] = {}
         if self.resumed:
             self._restore()
         else:
@@ -228,12 +230,14 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.model.train()
-        self._batch = self.data.batch(progress.step, settings.batch)
+        self._batch = self._ahead.pop(progress.step, None) or self.data.batch(progress.step, settings.batch)
         loss = self._loss(self._batch)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        # a GPU computes until its loss is read
+        self._ahead[progress.step + 1] = self.data.batch(progress.step + 1, settings.batch)
         if not math.isfinite(value := self._value(loss)):
             raise FloatingPointError(f"loss {value} at step {progress.step + 1}; a smaller learning rate may help")
         return value, self._value(norm), lr
