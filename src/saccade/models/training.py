@@ -104,8 +104,8 @@ class Trainer:
         self.meter = Meter(self.model, self.settings, self.device)
         self.objective = Objective(self.model, self.settings, self.device, self.backend)
         self.optimizer = make_optimizer(self.model, self.settings)
-        # the batch of the next step
-        self._ahead: dict[int, Batch] = {}
+        # the batch and the loss of the next step, if its forward has begun
+        self._ahead: tuple[Batch, Tensor] | None = None
         if self.resumed:
             self._restore()
         else:
@@ -230,17 +230,44 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.model.train()
-        self._batch = self._ahead.pop(progress.step, None) or self.data.batch(progress.step, settings.batch)
-        loss = self._loss(self._batch)
+        self._batch, loss = self._ahead or self._forward(progress.step)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        # a GPU computes until its loss is read
-        self._ahead[progress.step + 1] = self.data.batch(progress.step + 1, settings.batch)
-        if not math.isfinite(value := self._value(loss)):
+        read = self._reading(loss, norm)
+        self._ahead = self._forward(progress.step + 1) if self._overlaps(progress.step + 1) else None
+        value, length = read()
+        if not math.isfinite(value):
             raise FloatingPointError(f"loss {value} at step {progress.step + 1}; a smaller learning rate may help")
-        return value, self._value(norm), lr
+        return value, length, lr
+
+    def _forward(self, step: int) -> tuple[Batch, Tensor]:
+        batch = self.data.batch(step, self.settings.batch)
+        return batch, self._loss(batch)
+
+    def _overlaps(self, step: int) -> bool:
+        """Whether a GPU is given the forward of this step before the loss of the last one is read.
+
+        Otherwise it would wait for the host at the beginning of each step. Not where a checkpoint is between them.
+        """
+        due = step % self.settings.checkpoint_every == 0 or self.progress.total in (None, step)
+        return self.device.type == "cuda" and self.alone and not due
+
+    def _reading(self, *numbers: Tensor) -> Callable[[], list[float]]:
+        """A function that waits for numbers, but on a GPU not for what is computed after this call."""
+        if self.device.type != "cuda" or not self.alone:
+            return lambda: [self._value(x) for x in numbers]
+        copied = torch.empty(len(numbers), pin_memory=True)
+        copied.copy_(torch.stack([x.detach().float() for x in numbers]), non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+
+        def read() -> list[float]:
+            event.synchronize()
+            return copied.tolist()
+
+        return read
 
     def _common(self, steps: int) -> int:
         # the same number in all processes
