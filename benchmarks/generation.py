@@ -7,9 +7,9 @@ of a random model are close, and bfloat16 may round them to the same number.
 
 The cases "served" are many prompts of different lengths, half of which begin with the same tokens. Saccade draws for 16
 of them at a time, and transformers for 16 after 16, with padding. Their rates include the time that prompts take.
-`--device cuda` runs cases for GPUs. There transformers is also measured with a static cache, for which it compiles the
-model. The ceiling of a case is the rate at which a copy of the GPU reads the matrices and the cached keys and values
-once for each step.
+`--device cuda` runs cases for GPUs. There both are also measured with torch.compile: Saccade's steps, and the model of
+transformers with a static cache. The ceiling of a case is the rate at which a copy of the GPU reads the matrices and
+the cached keys and values once for each step.
 
 `--model demo` compares `generate` without and with drafts instead, on the model of `make demo` or another run.
 """
@@ -194,6 +194,9 @@ def with_transformers(case: Case, env: Environment, folder: Path) -> Iterator[Ro
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
     draw, drawn_by_peer = (ours_served, theirs_served) if case.served else (ours, theirs)
     providers = {"saccade": (draw, load_model(folder, case.dtype, case.device))}
+    if case.device != "cpu":
+        providers["saccade, compiled steps"] = draw, load_model(folder, case.dtype, case.device)
+        providers["saccade, compiled steps"][1].compile_steps()
     if find_spec("transformers"):
         from transformers import AutoModelForCausalLM
 
@@ -229,8 +232,7 @@ def compare(case: Case, env: Environment, providers: dict[str, tuple[Any, Any]],
     """
     samples: dict[str, list[float]] = {name: [] for name in providers}
     firsts: dict[str, list[float]] = {name: [] for name in providers}
-    drawn: dict[str, list[list[int]]] = {}
-    failed: dict[str, str] = {}
+    drawn, failed = dict[str, list[list[int]]](), dict[str, str]()
     # the first round warms up
     warm = int(case.prompt * case.prompts < LONG or case.device != "cpu")
     for n, (name, (draw, model)) in product(range(1 - warm, case.rounds + 1), providers.items()):
@@ -238,7 +240,7 @@ def compare(case: Case, env: Environment, providers: dict[str, tuple[Any, Any]],
             try:
                 first_token, seconds, drawn[name] = timed(draw, model, case, prompts)
             except RuntimeError as error:
-                if name == "saccade":
+                if name.startswith("saccade"):
                     raise
                 failed[name] = str(error).splitlines()[0][:200]
                 continue

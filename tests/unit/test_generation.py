@@ -271,3 +271,24 @@ def test_steps_of_static_shapes_end_and_refuse_what_is_not_finite() -> None:
     steps = Steps(model, caches, Sampler(0.9), torch.Generator(), capture=lambda step, *_: step)
     with pytest.raises(FloatingPointError, match=r"sequences \[0\] of the batch are not finite"):
         list(steps.run(logits, 50))
+
+
+def test_compiled_steps_draw_the_same_tokens(monkeypatch) -> None:
+    model, prompts = small(), [[1, 2, 3], [4, 5]]
+    with pytest.raises(ValueError, match="the model is on cpu; steps are replayed and compiled on an NVIDIA GPU only"):
+        model.compile_steps()
+    expected = list(generate(model, prompts, 20, Sampler(0.0)))
+    compiled: list[str] = []
+
+    def compile_(function, **options):
+        compiled.append(function.__qualname__)
+        return torch_compile(function, backend="aot_eager", **options)
+
+    torch_compile = torch.compile
+    monkeypatch.setattr(torch, "compile", compile_)
+    model.steps_compiled = True
+    logits, caches = prefill(model, prompts, 40, 256)
+    steps = Steps(model, caches, Sampler(0.0), torch.Generator(), capture=tried_first)
+    assert list(steps.run(logits, 20)) == expected
+    assert set(compiled) == {"RMSNorm.forward", "Attention.project", "SwiGLU.forward"}
+    assert not any({"forward", "project"} & set(vars(part)) for part in model.modules())

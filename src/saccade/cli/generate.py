@@ -47,6 +47,7 @@ def generate(
         str | None, typer.Option(help="ngram: draft tokens by what the text repeats, and check several in one call.")
     ] = None,
     device: Annotated[str, typer.Option(help="Device of the model: cpu, cuda, cuda:1.")] = "cpu",
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile the steps of an NVIDIA GPU first.")] = False,
     backend: Annotated[str | None, typer.Option(help="Attention backend; by default chosen by device.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print texts and figures as JSON.")] = False,
 ) -> None:
@@ -59,7 +60,8 @@ def generate(
     numbers |= {"rows": rows, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     with show.plain_errors("generate", "train"):
         check_options(prompt, prompts, dtype, numbers, backend)
-        net, tokenizer = loaded(model, dtype, device)
+        check_compiled(compiled, {"--window": window, "--rows": rows, "--draft": draft})
+        net, tokenizer = loaded(model, dtype, device, compiled)
         from saccade.models.batching import serve
         from saccade.models.drafts import Draft
         from saccade.models.sampling import Sampler
@@ -74,8 +76,7 @@ def generate(
             served = serve(net, prompt_tokens, tokens, sampler, batch=batch or 8, rows=rows or None, **options)
             print_served(served, tokenizer, texts, prompt_tokens, drafts, as_json=as_json)
             return
-        done = [list(ids) for ids in prompt_tokens]
-        streamed = not as_json and len(texts) == 1
+        done, streamed = [list(ids) for ids in prompt_tokens], not as_json and len(texts) == 1
         shown, started, count = "", time.perf_counter(), 0
         keep = (4 if sinks is None else sinks, window) if window else None
         for drawn in draw_tokens(net, prompt_tokens, tokens, sampler, keep=keep, **options):
@@ -85,9 +86,8 @@ def generate(
             if streamed:
                 shown = stream(tokenizer.decode(done[0]), shown)
         seconds = time.perf_counter() - started
-    rate = count * len(texts) / max(seconds, 1e-9)
-    result: dict[str, Any] = {"model": str(model), "prompts": texts, "texts": [tokenizer.decode(ids) for ids in done]}
-    result |= {"seconds": seconds, "new_tokens": count, "tokens_per_second": rate, "seed": seed}
+    result = dict[str, Any](model=str(model), seed=seed, prompts=texts, texts=[tokenizer.decode(ids) for ids in done])
+    result |= {"seconds": seconds, "new_tokens": count, "tokens_per_second": count * len(texts) / max(seconds, 1e-9)}
     print_texts(result, shown, drafts, as_json=as_json)
 
 
@@ -106,15 +106,28 @@ def per_call(drafts: Draft | None) -> str:
     return "" if drafts is None else f", {drafts.tokens_per_call:.2f} tokens per call"
 
 
-def loaded(folder: Path, dtype: str, device: str) -> tuple[Any, Tokenizer]:
-    """A folder's model on a device, and its tokenizer. Raises as `load_model`, `load_tokenizer` and `device_of` do."""
+def loaded(folder: Path, dtype: str, device: str, compiled: bool) -> tuple[Any, Tokenizer]:
+    """A folder's model on a device, and its tokenizer. compiled: whether its steps will be compiled.
+
+    Raises as `load_model`, `load_tokenizer`, `device_of` and `Decoder.compile_steps` do.
+    """
     with show.working(Console(stderr=True), "loading the model"):
         import torch
 
         from saccade.models.loading import device_of, load_model
         from saccade.models.tokens import load_tokenizer
 
-        return load_model(folder, getattr(torch, dtype), device_of(device)), load_tokenizer(folder / "tokenizer.json")
+        net = load_model(folder, getattr(torch, dtype), device_of(device))
+        if compiled:
+            net.compile_steps()
+        return net, load_tokenizer(folder / "tokenizer.json")
+
+
+def check_compiled(compiled: bool, others: dict[str, Any]) -> None:
+    """Raises ValueError if compiled steps are asked for with another option, with which no steps are replayed."""
+    for name, value in others.items():
+        if compiled and value:
+            raise ValueError(f"--compile is given with {name}, which replays no steps; give one of them")
 
 
 def check_options(

@@ -17,7 +17,8 @@ from rich.text import Text
 from . import show
 
 if TYPE_CHECKING:
-    from saccade.models.training import Trainer, TrainingStep
+    from saccade.models.losses import TrainingStep
+    from saccade.models.training import Trainer
 
 DEFAULT_OUT = Path("demo")
 PICTURES = ("loss", "attention")

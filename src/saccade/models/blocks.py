@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +53,8 @@ class Decoder(nn.Module):
     rotation: dict[str, Any] | None = None
     # `summed_losses`, which a training run compiles
     summed: Callable[[Tensor, Tensor], Tensor] = staticmethod(summed_losses)
+    # whether `compile_steps` was called
+    steps_compiled = False
 
     @abstractmethod
     def hidden(
@@ -117,6 +120,28 @@ class Decoder(nn.Module):
     def _cross_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:
         return self.summed(self.logits(hidden), targets)
 
+    def compile_steps(self) -> None:
+        """Let torch.compile fuse what surrounds the products, in steps that an NVIDIA GPU replays for each new token.
+
+        The first new token waits some seconds for it. `generate` and `serve` say which steps are replayed. All other
+        calls stay as they are. Raises ValueError on another device.
+        """
+        if self.device.type != "cuda":
+            raise ValueError(f"the model is on {self.device}; steps are replayed and compiled on an NVIDIA GPU only")
+        self.steps_compiled = True
+
+    @contextmanager
+    def fused(self) -> Generator[None]:
+        """While it is open, norms, projections and feed-forward layers are compiled, each kind once."""
+        parts = [(part, name) for part in self.modules() for kind, name in FUSED.items() if isinstance(part, kind)]
+        for part, name in parts:
+            setattr(part, name, torch.compile(getattr(part, name), dynamic=False))
+        try:
+            yield
+        finally:
+            for part, name in parts:
+                delattr(part, name)
+
     def make_caches(self, batch: int, capacity: int, quantised: str | None = None) -> list[KVCache] | StackCache:
         """An empty cache per layer for `batch` sequences of up to `capacity` tokens, in the model's dtype.
 
@@ -147,7 +172,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype.itemsize >= 4:
+        # on a GPU one kernel, which rounds once
+        if x.dtype.itemsize >= 4 or (x.is_cuda and x.dtype == self.weight.dtype):
             return functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
         return functional.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight
 
@@ -257,3 +283,7 @@ class Block(nn.Module):
     ) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), turn, mask, cache, backend)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+# the methods that surround products with small operations
+FUSED = {RMSNorm: "forward", Attention: "project", SwiGLU: "forward"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,17 @@ from .fields import is_real, is_whole
 
 LOSSES = "losses.jsonl"
 NUMBERS = ("loss", "lr", "grad_norm", "seconds")
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """A step, counted from 1: loss in nats per token before the update, gradient norm before clipping."""
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    seconds: float
 
 
 def read_losses(out: str | Path) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from ..mask import Mask
 from .blocks import Decoder, summed_losses
 from .data import IGNORED, Batch
 from .settings import Settings
+from .transfers import sent
 
 
 def set_up(model: Decoder, settings: Settings) -> None:
@@ -48,7 +49,7 @@ class Objective:
 
     def mask_of(self, batch: Batch, device: torch.device | None) -> Mask:
         """What each token of a batch attends to: the tokens before it in its document. None leaves ids on the host."""
-        return masks.causal() & masks.documents(torch.from_numpy(batch.documents).to(device))
+        return masks.causal() & masks.documents(sent(torch.from_numpy(batch.documents), device))
 
     def loss(self, batch: Batch) -> Tensor:
         """The mean over the targets of a batch."""
@@ -59,7 +60,7 @@ class Objective:
 
         def mine(x: np.ndarray) -> Tensor:
             whole = torch.from_numpy(x)
-            return (whole if ranks is None else ranks.shard(whole)).to(self.device)
+            return sent(whole if ranks is None else ranks.shard(whole), self.device)
 
         # a ring plans its steps on the host
         mask = self.mask_of(batch, self.device if ranks is None else None)

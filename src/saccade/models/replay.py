@@ -9,6 +9,7 @@ for each generator that a graph knows, torch starts two kernels in every replay.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -126,7 +127,8 @@ def repeated(
         for x, old in zip(changing, before, strict=True):
             x.copy_(old)
 
-    return capture(step, model.device, undo)
+    with model.fused() if model.steps_compiled else nullcontext():
+        return capture(step, model.device, undo)
 
 
 class Steps:
@@ -146,7 +148,8 @@ class Steps:
     ) -> None:
         self.model, self.caches, self.sampler, self.generator = model, caches, sampler, generator
         self.backend, self.capture = backend, capture
-        self.lengths = [cache.lengths.clone() for cache in caches]
+        # all layers have stored the same tokens
+        self.lengths = caches[0].lengths.clone()
 
     @torch.no_grad()
     def run(self, logits: Tensor, tokens: int) -> Iterator[list[int]]:
@@ -179,16 +182,15 @@ class Steps:
 
     def _captured(self, draws: Draws) -> Callable[[], None]:
         def settle() -> None:
-            for cache, lengths in zip(self.caches, self.lengths, strict=True):
-                lengths.copy_(cache.lengths)
+            self.lengths.copy_(self.caches[0].lengths)
             self._settle()
 
-        return repeated(self.model, self.caches, draws, self.lengths, settle, self.backend, self.capture)
+        return repeated(self.model, self.caches, draws, [self.lengths], settle, self.backend, self.capture)
 
     def _settle(self) -> None:
         # an append makes new lengths; a graph needs them where it reads them
-        for cache, lengths in zip(self.caches, self.lengths, strict=True):
-            cache.lengths = lengths
+        for cache in self.caches:
+            cache.lengths = self.lengths
 
 
 class PagedSteps:

@@ -16,8 +16,9 @@ from .replay import WARM, Steps, replayable
 from .sampler import Sampler
 from .states import StackCache
 
-# tokens of each prompt, and of all prompts together, that `prefill` computes at a time
-CHUNK, AT_ONCE = 256, 2048
+# tokens of each prompt, and of all prompts together, that `prefill` computes at a time; a GPU would wait for the host
+# between short chunks
+CHUNK, AT_ONCE, AT_ONCE_ON_GPU = 256, 2048, 32768
 
 
 @torch.no_grad()
@@ -37,7 +38,8 @@ def prefill(
     """
     counts = [len(prompt) for prompt in prompts]
     longest = max(counts, default=0)
-    chunk = chunk or max(CHUNK, AT_ONCE // max(1, len(prompts)))
+    together = AT_ONCE_ON_GPU if model.device.type == "cuda" else AT_ONCE
+    chunk = chunk or max(CHUNK, together // max(1, len(prompts)))
     if longest > capacity or min(counts, default=1) < 1:
         raise ValueError(f"prompts of {counts} tokens; each needs 1 to {capacity}")
     padded = torch.zeros(len(prompts), longest, dtype=torch.int64)
@@ -81,8 +83,8 @@ def generate(
     """Yields the next token of every prompt, up to `tokens` times; a sequence that has ended repeats the end token.
 
     prompts: token ids, at least one per prompt. first: bool [B, n], which of the first n tokens the first draw allows.
-    chunk: how many tokens of each prompt are computed at a time; None computes 2048 of all prompts together, and at
-    least 256 of each.
+    chunk: how many tokens of each prompt are computed at a time; None computes 2048 of all prompts together, on a GPU
+    32768, and at least 256 of each.
     keep: (sinks, window), how many of the first and last tokens keep their keys when the cache is full; the cache has
     room for a quarter of a window more. Positions are counted in the cache, so a text may continue without end.
     quantised: the codes in which caches store keys and values, as in `KVCache`; not with keep, which rotates keys.

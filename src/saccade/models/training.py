@@ -16,7 +16,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,30 +27,20 @@ from .checkpoint import encode_checkpoint, load_checkpoint, read_state
 from .data import Batch
 from .files import naming, temporary, write_atomic, write_together
 from .loading import device_of
-from .losses import LOSSES, logged_to
+from .losses import LOSSES, TrainingStep, logged_to
 from .objective import Objective, make_optimizer, set_up
 from .progress import CHECKPOINT, RANKS, Progress, read_progress
 from .settings import MEASURED, Settings, agreed, located
 from .speed import Meter
 from .texts import Text, load_text
 from .tokens import FORMAT, TOKENIZER, Tokenizer, load_tokenizer, save_tokenizer
+from .transfers import later
 from .variants import make_model
 from .weights import encode_weights
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 # a folder with any of these holds a run or a model, which only --overwrite replaces
 FILES = (CHECKPOINT, RANKS, WEIGHTS, CONFIG, TOKENIZER, FORMAT, LOSSES)
-
-
-@dataclass(frozen=True)
-class TrainingStep:
-    """A step, counted from 1: loss in nats per token before the update, gradient norm before clipping."""
-
-    step: int
-    loss: float
-    lr: float
-    grad_norm: float
-    seconds: float
 
 
 class Trainer:
@@ -180,8 +170,7 @@ class Trainer:
         """Trains to the end, yielding each step; the last checkpoint and the weights are written before it returns."""
         progress, settings = self.progress, self.settings
         before, times = progress.seconds, list[float]()
-        began = time.perf_counter()
-        path = self.out / LOSSES
+        began, path = time.perf_counter(), self.out / LOSSES
         with open(path if self.main else os.devnull, "a", encoding="utf-8") as log:
             while progress.total is None or progress.step < progress.total:
                 started = time.perf_counter()
@@ -230,44 +219,27 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.model.train()
-        self._batch, loss = self._ahead or self._forward(progress.step)
+        (self._batch, loss), self._ahead = self._ahead or self._forward(progress.step), None
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        read = self._reading(loss, norm)
-        self._ahead = self._forward(progress.step + 1) if self._overlaps(progress.step + 1) else None
-        value, length = read()
+        value, length = self._read_back(loss, norm, progress.step + 1)
         if not math.isfinite(value):
             raise FloatingPointError(f"loss {value} at step {progress.step + 1}; a smaller learning rate may help")
         return value, length, lr
 
+    def _read_back(self, loss: Tensor, norm: Tensor, following: int) -> tuple[float, ...]:
+        # a GPU is given the next forward before it is asked for numbers, unless a checkpoint is between the steps
+        due = following % self.settings.checkpoint_every == 0 or self.progress.total in (None, following)
+        if due or self.device.type != "cuda" or not self.alone:
+            return self._value(loss), self._value(norm)
+        read, self._ahead = later((loss, norm)), self._forward(following)
+        return tuple(read())
+
     def _forward(self, step: int) -> tuple[Batch, Tensor]:
         batch = self.data.batch(step, self.settings.batch)
         return batch, self._loss(batch)
-
-    def _overlaps(self, step: int) -> bool:
-        """Whether a GPU is given the forward of this step before the loss of the last one is read.
-
-        Otherwise it would wait for the host at the beginning of each step. Not where a checkpoint is between them.
-        """
-        due = step % self.settings.checkpoint_every == 0 or self.progress.total in (None, step)
-        return self.device.type == "cuda" and self.alone and not due
-
-    def _reading(self, *numbers: Tensor) -> Callable[[], list[float]]:
-        """A function that waits for numbers, but on a GPU not for what is computed after this call."""
-        if self.device.type != "cuda" or not self.alone:
-            return lambda: [self._value(x) for x in numbers]
-        copied = torch.empty(len(numbers), pin_memory=True)
-        copied.copy_(torch.stack([x.detach().float() for x in numbers]), non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-
-        def read() -> list[float]:
-            event.synchronize()
-            return copied.tolist()
-
-        return read
 
     def _common(self, steps: int) -> int:
         # the same number in all processes
