@@ -88,6 +88,7 @@ DRAWINGS: dict[str, partial[Chart]] = {
     **{name: partial(sweep, name) for name in ("cpu-sweep", "zen4-sweep", "zen4-v3-sweep")},
     "cpu-generation": partial(rates, "cpu-generation", unit="tokens per second"),
     "cpu-training": partial(rates, "cpu-training", unit="tokens per second"),
+    "zen4-training": partial(rates, "zen4-training", unit="tokens per second"),
     "nvidia-h200-training": partial(rates, "nvidia-h200-training", unit="tokens per second"),
     "nvidia-h200-generation": partial(rates, "nvidia-h200-generation", unit="tokens per second"),
     "cpu-methods": partial(milliseconds, "cpu-methods", log=True),

@@ -100,7 +100,7 @@ LABELS = {
     ("cpu-sparse", 0): "forward, float32, causal window of 256, 4096 tokens, 8 heads of 64",
     ("cpu-sweep", 0): "forward, float32, causal, 1 token, 4 heads of 64",
     ("cpu-generation", -1): "generation, bfloat16, 32 M parameters, 48 prompts, up to 1024 tokens, served",
-    ("cpu-training", 0): "training, float32, 32 M parameters, causal documents",
+    ("cpu-training", 0): "training, float32, 32 M parameters, causal documents, rows of 4096 tokens",
     ("zen4-patterns", 0): "forward, float32, Longformer, 4096 tokens, 8 heads of 64",
     ("zen4-recurrent", 0): "linear attention, forward, float32, 128 tokens",
     ("zen4-recurrent-diagonal", -1): "selective scan (Mamba), forward, float32, 1 token",

@@ -128,6 +128,7 @@ def _model(row: Row) -> list[str]:
         "" if row.kind == "train" else "1 prompt" if prompts == 1 else f"{prompts} prompts",
         f"up to {prompt} tokens, served" if served else f"after {prompt} tokens" if prompt else "",
         mask_words(row.mask) if row.mask else "",
+        f"rows of {tokens(row.case.rpartition('-')[2])}" if row.kind == "train" else "",
     ]
 
 
