@@ -275,7 +275,7 @@ def test_steps_of_static_shapes_end_and_refuse_what_is_not_finite() -> None:
 
 def test_compiled_steps_draw_the_same_tokens(monkeypatch) -> None:
     model, prompts = small(), [[1, 2, 3], [4, 5]]
-    with pytest.raises(ValueError, match="the model is on cpu; steps are replayed and compiled on an NVIDIA GPU only"):
+    with pytest.raises(ValueError, match="this model is a Llama on cpu; steps are replayed"):
         model.compile_steps()
     expected = list(generate(model, prompts, 20, Sampler(0.0)))
     compiled: list[str] = []

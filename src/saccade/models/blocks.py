@@ -123,11 +123,16 @@ class Decoder(nn.Module):
     def compile_steps(self) -> None:
         """Let torch.compile fuse what surrounds the products, in steps that an NVIDIA GPU replays for each new token.
 
-        The first new token waits some seconds for it. `generate` and `serve` say which steps are replayed. All other
-        calls stay as they are. Raises ValueError on another device.
+        The first new token waits some seconds for it. `generate` and `serve` say which of their steps are replayed; all
+        other calls stay as they are. Raises ValueError for a model whose steps are never replayed.
         """
-        if self.device.type != "cuda":
-            raise ValueError(f"the model is on {self.device}; steps are replayed and compiled on an NVIDIA GPU only")
+        from .replay import replayable
+
+        if not replayable(self, self.make_caches(1, 1)):
+            raise ValueError(
+                f"this model is a {type(self).__name__} on {self.device}; steps are replayed and compiled only on an "
+                "NVIDIA GPU, and for models without recurrent layers, experts and indexers"
+            )
         self.steps_compiled = True
 
     @contextmanager
