@@ -131,11 +131,12 @@ def ours(model: Any, prompts: Prompts, tokens: int) -> Drawn:
 
 
 def theirs(model: Any, prompts: Prompts, tokens: int, **more: str) -> Drawn:
-    """The same by `generate` of transformers, which asks after each step whether to stop."""
+    """The same by `generate` of transformers, which asks after each step whether to stop; times are after the reads."""
     drawn: Drawn = []
 
     def go_on(ids: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        drawn.append((time.perf_counter(), ids[:, -1].tolist()))
+        last = ids[:, -1].tolist()
+        drawn.append((time.perf_counter(), last))
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
     ids = torch.tensor(prompts, device=model.device)
@@ -249,7 +250,6 @@ def compare(case: Case, env: Environment, providers: dict[str, tuple[Any, Any]],
                 firsts[name].append(first_token)
     first, *others = drawn.values()
     same = next((n for n, text in enumerate(first) if any(other[n] != text for other in others)), len(first))
-    unit = "prompt" if case.served else "token"
     base = "transformers sdpa" if samples.get("transformers sdpa") else "saccade"
     model = next(iter(providers.values()))[1]
     values = {"parameters": sum(x.numel() for x in model.parameters())}
@@ -267,8 +267,8 @@ def compare(case: Case, env: Environment, providers: dict[str, tuple[Any, Any]],
         if not case.served:
             compared["first"] = float(np.median(firsts[name]))
             compared["ratio_first"] = float(np.median(np.array(firsts[base]) / firsts[name]))
-        text = note(values | compared, "" if same == len(first) else f"tokens differ from {unit} {same} on")
-        yield replace(row, rate=rate, fraction=rate / top, note=text, **token._asdict())
+        which = "" if same == len(first) else f"{'texts' if case.served else 'tokens'} differ from {same} on"
+        yield replace(row, rate=rate, fraction=rate / top, note=note(values | compared, which), **token._asdict())
 
 
 def seconds_of_bytes(model: Any, case: Case) -> float:
