@@ -64,7 +64,8 @@ def child(job: dict[str, Any]) -> None:
     if attention is not None:
         attention = not_compiled if job["peer"] in NOT_COMPILED else attention
         stores.api = SimpleNamespace(attention=attention)  # type: ignore[assignment]
-    objective.Objective.mask_of = mask_of  # type: ignore[method-assign]
+    if peer.mask_of is not None:
+        objective.Objective.mask_of = mask_of  # type: ignore[method-assign]
 
     class Timed(Trainer):
         def _step(self) -> tuple[float, float, float]:

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 class Peer(NamedTuple):
     """An attention: what its mask is for a batch, and its call on q [B, T, Hq, D], k, v [B, T, Hk, D].
 
-    device: where it is measured, if not everywhere.
+    mask_of: None for the mask that a training run makes. device: where it is measured, if not everywhere.
     """
 
     documents: bool
-    mask_of: Callable[..., Any]
+    mask_of: Callable[..., Any] | None
     attention: Callable[..., Any] | None
     device: str = ""
 
@@ -22,7 +22,9 @@ def same_document(batch: Any, device: Any) -> Any:
     """bool [B, T, T]: the earlier tokens of each token's document."""
     import torch
 
-    ids = torch.from_numpy(batch.documents).to(device)
+    from saccade.models.transfers import sent
+
+    ids = sent(torch.from_numpy(batch.documents), device)
     T = ids.shape[1]
     return (ids[:, :, None] == ids[:, None, :]) & torch.ones(T, T, dtype=torch.bool, device=device).tril()
 
@@ -60,7 +62,9 @@ def block_mask(batch: Any, device: Any) -> Any:
     import torch
     from torch.nn.attention.flex_attention import create_block_mask
 
-    ids = torch.from_numpy(batch.documents).to(device)
+    from saccade.models.transfers import sent
+
+    ids = sent(torch.from_numpy(batch.documents), device)
     B, T = ids.shape
 
     def allowed(b: Any, _: Any, i: Any, j: Any) -> Any:
@@ -82,8 +86,10 @@ def borders_of(batch: Any, device: Any) -> Any:
     import numpy as np
     import torch
 
+    from saccade.models.transfers import sent
+
     lengths = np.concatenate(lengths_of(batch))
-    cu = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
+    cu = sent(torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)), device)
     return cu, int(lengths.max())
 
 
@@ -108,15 +114,6 @@ def causal(*_: object) -> Any:
     return masks.causal()
 
 
-def documents(batch: Any, device: Any) -> Any:
-    """Saccade's mask of the earlier tokens of each token's document, as a training run makes it."""
-    import torch
-
-    from saccade import mask as masks
-
-    return masks.causal() & masks.documents(torch.from_numpy(batch.documents).to(device))
-
-
 def any_order(*arrays: Any, **options: Any) -> Any:
     """Saccade's attention, whose gradients are sums in any order, as FlashAttention-4's are."""
     import saccade
@@ -125,8 +122,8 @@ def any_order(*arrays: Any, **options: Any) -> Any:
 
 
 PEERS = {
-    "saccade": Peer(True, documents, None),
-    "saccade, any order": Peer(True, documents, any_order, "cuda"),
+    "saccade": Peer(True, None, None),
+    "saccade, any order": Peer(True, None, any_order, "cuda"),
     "sdpa, bool mask": Peer(True, same_document, sdpa),
     # a GPU would wait for its many small calls
     "sdpa by document": Peer(True, lambda batch, _: lengths_of(batch), sdpa_parts, "cpu"),
