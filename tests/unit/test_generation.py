@@ -211,7 +211,7 @@ def test_prompts_that_come_and_go_through_replayed_steps(
         made.append(PagedSteps(*args, capture=tried_first))
         return made[0]
 
-    monkeypatch.setattr(batching, "replayable", lambda *_: True)
+    monkeypatch.setattr(type(model), "replayable", lambda *_: True)
     monkeypatch.setattr(batching, "PagedSteps", steps)
     assert dict(serve(model, prompts, 39, Sampler(temperature), **options)) == expected
     assert int(made[0].draws.count) > 0
@@ -221,7 +221,7 @@ def test_prompts_that_come_and_go_through_replayed_steps(
 def test_places_without_a_prompt_read_a_token_of_the_vocabulary(monkeypatch) -> None:
     model, prompts = small(eos_token_id=-1), [[1, 2, 3], [4, 5], [6]]
     expected = dict(serve(model, prompts, 40, Sampler(0.0), batch=2))
-    monkeypatch.setattr(batching, "replayable", lambda *_: True)
+    monkeypatch.setattr(type(model), "replayable", lambda *_: True)
     monkeypatch.setattr(batching, "PagedSteps", lambda *args: PagedSteps(*args, capture=tried_first))
     assert dict(serve(model, prompts, 40, Sampler(0.0), batch=2)) == expected
 

@@ -14,8 +14,7 @@ from ..caches.paged import PagedKVCache
 from ..caches.prefixes import PrefixCache
 from .blocks import Decoder
 from .drafts import Draft, Text, Tree, depth_of, walk
-from .experts import Experts
-from .replay import AHEAD, PagedSteps, replayable
+from .replay import AHEAD, PagedSteps
 from .sampling import CHUNK, Sampler, allow, check_lengths
 from .stores import PagedTokens
 
@@ -96,7 +95,7 @@ def serve(
     layers = model.make_pages((most + 1) * columns + 1, page_size, quantised)
     prefixes = PrefixCache(layers)
     generators = [torch.Generator() for _ in range(most)]
-    static = rows is None and draft is None and replayable(model, layers)
+    static = rows is None and draft is None and model.replayable(layers)
     steps = PagedSteps(model, layers, columns, sampler, generators, backend) if static and most else None
     running, waiting = list[_Running](), list(enumerate(prompts))[::-1]
     while waiting or running:
@@ -212,7 +211,7 @@ def _check_rows(model: Decoder, rows: int | None, batch: int, draft: object) -> 
         raise ValueError(f"rows is {rows}; expected at least {batch}, a token of each prompt of the batch")
     if draft is not None:
         raise ValueError(f"rows is {rows} with a draft; expected one of them: other prompts leave less room for drafts")
-    if any(isinstance(module, Experts) for module in model.modules()):
+    if model.has_experts:
         raise ValueError(f"rows is {rows} for a model with experts; expected None: experts have rows of their own")
 
 

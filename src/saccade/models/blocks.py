@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ..caches.contiguous import KVCache
+from ..caches.latent import IndexedLatentKVCache, PagedLatentKVCache
 from ..caches.paged import PagedKVCache
 from ..distributed.context import Where
 from ..rope import rotated
@@ -45,6 +45,10 @@ def summed_losses(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
 
 
+class Routed(nn.Module):
+    """A layer of experts, each of which reads the tokens that choose it."""
+
+
 class Decoder(nn.Module):
     """A stack that continues text: logits of its hidden states, and caches for its layers."""
 
@@ -75,6 +79,11 @@ class Decoder(nn.Module):
     def device(self) -> torch.device:
         """The device of the weights."""
         return next(self.parameters()).device
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the shapes of products depend on which experts the tokens choose."""
+        return any(isinstance(module, Routed) for module in self.modules())
 
     @property
     @abstractmethod
@@ -126,26 +135,21 @@ class Decoder(nn.Module):
         The first new token waits some seconds for it. `generate` and `serve` say which of their steps are replayed; all
         other calls stay as they are. Raises ValueError for a model whose steps are never replayed.
         """
-        from .replay import replayable
-
-        if not replayable(self, self.make_caches(1, 1)):
+        if not self.replayable(self.make_caches(1, 1)):
             raise ValueError(
                 f"this model is a {type(self).__name__} on {self.device}; steps are replayed and compiled only on an "
                 "NVIDIA GPU, and for models without recurrent layers, experts and indexers"
             )
         self.steps_compiled = True
 
-    @contextmanager
-    def fused(self) -> Generator[None]:
-        """While it is open, norms, projections and feed-forward layers are compiled, each kind once."""
-        parts = [(part, name) for part in self.modules() for kind, name in FUSED.items() if isinstance(part, kind)]
-        for part, name in parts:
-            setattr(part, name, torch.compile(getattr(part, name), dynamic=False))
-        try:
-            yield
-        finally:
-            for part, name in parts:
-                delattr(part, name)
+    def replayable(self, stores: Sequence[KVCache] | Sequence[PagedKVCache] | StackCache) -> bool:
+        """Whether steps with these caches or pages have static shapes, on a GPU.
+
+        States of layers, experts, indexers and pages of latent rows have none.
+        """
+        if self.device.type != "cuda" or self.has_experts or isinstance(stores, StackCache):
+            return False
+        return not any(isinstance(store, IndexedLatentKVCache | PagedLatentKVCache) for store in stores)
 
     def make_caches(self, batch: int, capacity: int, quantised: str | None = None) -> list[KVCache] | StackCache:
         """An empty cache per layer for `batch` sequences of up to `capacity` tokens, in the model's dtype.
@@ -288,7 +292,3 @@ class Block(nn.Module):
     ) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), turn, mask, cache, backend)
         return x + self.mlp(self.post_attention_layernorm(x))
-
-
-# the methods that surround products with small operations
-FUSED = {RMSNorm: "forward", Attention: "project", SwiGLU: "forward"}

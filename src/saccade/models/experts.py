@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .blocks import SwiGLU
+from .blocks import Routed, SwiGLU
 from .recurrent_blocks import wide
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def mixed(x: Tensor, weights: Tensor, which: Tensor, experts: Iterable[nn.Module
     return out
 
 
-class Experts(nn.Module):
+class Experts(Routed):
     """The SwiGLUs that are most probable for each token, weighted by their probabilities; x [..., width] -> same.
 
     The probabilities are a softmax over all experts and are not normalised again, as in Jamba.
@@ -82,7 +82,7 @@ class Router(nn.Module):
         return weights * config.routed_scaling_factor, which
 
 
-class SharedExperts(nn.Module):
+class SharedExperts(Routed):
     """The experts that a `Router` chooses, and an expert that every token uses (DeepSeekMoE, 2024).
 
     gated: experts are scored by a softmax, and a sigmoid of the token multiplies the shared one, as in Qwen3-Next.

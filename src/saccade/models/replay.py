@@ -8,29 +8,25 @@ for each generator that a graph knows, torch starts two kernels in every replay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..caches.contiguous import KVCache
-from ..caches.latent import IndexedLatentKVCache, PagedLatentKVCache
 from ..caches.paged import PagedKVCache
-from .experts import Experts
+from .blocks import Attention, Decoder, RMSNorm, SwiGLU
 from .sampler import Sampler, not_finite, uniform
-from .states import StackCache
 from .stores import PagedStep
-
-if TYPE_CHECKING:
-    from .blocks import Decoder
 
 # steps that are started before the host reads their tokens
 AHEAD = 16
 # steps before the capture, which compile kernels; they need room in the caches, as does the captured one
 WARM = 2
+# the methods that surround products with small operations
+FUSED = {RMSNorm: "forward", Attention: "project", SwiGLU: "forward"}
 
 # (step, device, undo) -> a function that repeats the step; undo: undoes steps that were only tried
 Capture = Callable[[Callable[[], None], torch.device, Callable[[], None]], Callable[[], None]]
@@ -56,6 +52,19 @@ def captured(step: Callable[[], None], device: torch.device, undo: Callable[[], 
             graph.replay()
 
     return replay
+
+
+@contextmanager
+def fused(model: Decoder) -> Generator[None]:
+    """While it is open, norms, projections and feed-forward layers of the model are compiled, each kind once."""
+    parts = [(part, name) for part in model.modules() for kind, name in FUSED.items() if isinstance(part, kind)]
+    for part, name in parts:
+        setattr(part, name, torch.compile(getattr(part, name), dynamic=False))
+    try:
+        yield
+    finally:
+        for part, name in parts:
+            delattr(part, name)
 
 
 class Draws:
@@ -127,7 +136,7 @@ def repeated(
         for x, old in zip(changing, before, strict=True):
             x.copy_(old)
 
-    with model.fused() if model.steps_compiled else nullcontext():
+    with fused(model) if model.steps_compiled else nullcontext():
         return capture(step, model.device, undo)
 
 
@@ -265,15 +274,3 @@ class PagedSteps:
         draws.check(dict(zip(places, numbers, strict=True)))
         drawn = draws.tokens[: max(counts), list(places)].T.tolist()
         return [tokens[:n] for tokens, n in zip(drawn, counts, strict=True)]
-
-
-def replayable(model: Decoder, stores: Sequence[KVCache] | Sequence[PagedKVCache] | StackCache) -> bool:
-    """Whether steps of the model with these caches or pages have static shapes, on a GPU.
-
-    States of layers, experts, indexers and pages of latent rows have none.
-    """
-    others = IndexedLatentKVCache, PagedLatentKVCache
-    if model.device.type != "cuda" or isinstance(stores, StackCache):
-        return False
-    experts = any(isinstance(module, Experts) for module in model.modules())
-    return not experts and not any(isinstance(store, others) for store in stores)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..caches.contiguous import KVCache
 from .blocks import Decoder
 from .drafts import Draft, Text, speculate
-from .replay import WARM, Steps, replayable
+from .replay import WARM, Steps
 from .sampler import Sampler
 from .states import StackCache
 
@@ -128,7 +128,7 @@ def generate(
         texts = [Text(prompt, tokens, config.ends, draft) for prompt in prompts]
         yield from speculate(model, caches, texts, logits, draft, partial(sampler.draw, generator=generator), backend)
         return
-    if keep is None and not isinstance(caches, StackCache) and replayable(model, caches):
+    if keep is None and not isinstance(caches, StackCache) and model.replayable(caches):
         yield from Steps(model, caches, sampler, generator, backend).run(logits, tokens)
         return
     ends = torch.tensor(config.ends, device=model.device)
