@@ -7,6 +7,7 @@ import re
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _AFTER = re.compile(r"([&|~])\s*(?:$|[)\],])")
 _BEFORE = re.compile(r"(?:^|[(\[,&|~])\s*([&|])")
+_VALUE = re.compile(r"(\w+\s*=)\s*[,)]")
 _NEXT = re.compile(r"[\w)\]]\s+(?=[\w(\[~])")
 
 
@@ -22,6 +23,8 @@ def wrong_syntax(text: str, error: SyntaxError) -> str:
         return f"a mask is missing after {at[1]!r} at column {at.start(1) + 1}: write one, or remove the sign"
     if at := _BEFORE.search(text):
         return f"a mask is missing before {at[1]!r} at column {at.start(1) + 1}: write one, or remove the sign"
+    if at := _VALUE.search(text):
+        return f"a value is missing after {at[1]!r} at column {at.start(1) + 1}: write one"
     if at := _NEXT.search(text):
         return f"a sign is missing before {text[at.end() :][:30]!r} at column {at.end() + 1}: write &, | or a comma"
     column = min(max(error.offset or 1, 1), len(text))

@@ -60,6 +60,9 @@ def _lengths() -> Iterator[Case]:
     # around the sizes of tiles and vectors of every backend, and with a short or empty side
     for t in (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257):
         yield _case(f"T{t}", t, D=32, mask="causal()", tags="edge")
+    for t in (1, 6, 16, 30):
+        yield _case(f"T{t}-full", t, B=2, Hq=6, tags="edge")
+        yield _case(f"T{t}-window", t, B=2, Hq=6, mask="window(3, 2)", tags="edge")
     for tq, tk in ((1, 300), (2, 1), (5, 130), (130, 5), (300, 1), (64, 128), (33, 1000), (1000, 33)):
         yield _case(f"T{tq}x{tk}", tq, tk, D=32, tags="edge")
         yield _case(f"T{tq}x{tk}-causal", tq, tk, D=32, mask="causal()", tags="edge")

@@ -78,6 +78,10 @@ Mask read_mask(PlanPart& p, nb::handle lowered) {
     g.block_q = nb::cast<int>(h.attr("block_q"));
     g.block_k = nb::cast<int>(h.attr("block_k"));
   }
+  const int32_t* use = m.uses;
+  m.one_band = m.n_bands == 1 && !(use[ROWS_IN] | use[ROWS_OUT] | use[GRIDS_IN] | use[GRIDS_OUT]);
+  for (size_t b = 0; b < bands.shape(0) && m.one_band; ++b)
+    m.one_band = m.bands[static_cast<int64_t>(b) * m.batch_stride + STRIDE] == 1;
   return m;
 }
 
@@ -103,6 +107,7 @@ PlanPart* read_part(nb::handle source) {
   for (nb::handle lowered : source.attr("masks")) p->masks.push_back(read_mask(*p, lowered));
   part.n_masks = static_cast<int>(p->masks.size());
   part.masks = p->masks.data();
+  part.one_bands = std::all_of(p->masks.begin(), p->masks.end(), [](const Mask& mask) { return mask.one_band; });
   return p.release();
 }
 

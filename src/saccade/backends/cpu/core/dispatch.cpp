@@ -28,6 +28,7 @@ int64_t number_size(const Call& c) { return c.q.dtype == DType::f64 ? 8 : 4; }
 // memory for lse, which kernels always write, if the caller does not need it
 std::optional<Workspace> lse_nobody_wants(Call& c) {
   std::optional<Workspace> space;
+  c.lse_unread = !c.lse;
   if (!c.lse) c.lse = space.emplace(c.B * c.Tq * c.Hq * number_size(c)).get();
   return space;
 }
@@ -64,6 +65,8 @@ static bool decode_ranges(Call& c, const Part& part, int threads) {
 }
 
 void run_decode(Call& c, const Part& part, int threads) {
+  c.part = &part;
+  if (matrix_kernels_of(c).short_rows(c)) return run_forward(c, {&part}, threads);
   const std::optional<Workspace> own_lse = lse_nobody_wants(c);
   if (!decode_ranges(c, part, threads)) run_forward(c, {&part}, threads);
 }

@@ -2,6 +2,7 @@
 //   S = K Q^T   m' = max(m, S)   P = 2^(S - m')   l = l 2^(m - m') + sum P   O^T = O^T 2^(m - m') + V^T P   o = O / l
 #pragma once
 #include "late.hpp"
+#include "short.hpp"
 
 namespace saccade::SACCADE_ISA {
 
@@ -10,13 +11,6 @@ template <class T>
 SACCADE_INLINE vec<T> folded(vec<T> x, vec<T> of_x, vec<T> y, vec<T> of_y) {
   const vec<T> second = y * of_y;
   return x * of_x + second;
-}
-
-// lse of a row in natural units, from the maximum of its scores in log2 units and the sum of its weights
-template <class T>
-SACCADE_INLINE double lse_of(const Call& c, T m, T l) {
-  if (l == T(0)) return -__builtin_inf();
-  return from_log2<T>(c, static_cast<double>(m) + __builtin_log2(static_cast<double>(l)));
 }
 
 template <class K>
@@ -356,6 +350,7 @@ struct Forward {
     return max64(4, min64(16, (1 << 20) / state));
   }
   static int64_t tasks(const Call& c) {
+    if (short_rows<T>(c)) return c.B * c.Hq;
     if (!c.selection.lists) return Grouping(c, wanted(c)).tasks(c);
     const int64_t each = groups_of(c);
     return c.B * c.Hk * ((c.selection.groups + each - 1) / each);
@@ -387,8 +382,14 @@ struct Forward {
   }
   static void task(const Call& c, int64_t task, char* scratch) {
     if (c.selection.lists) return selected_task(c, task, scratch);
-    const Grouping g(c, wanted(c));
-    const TaskIndex x = g.at(c, task);
+    if (!short_rows<T>(c)) {
+      const Grouping g(c, wanted(c));
+      return group(c, g, g.at(c, task), scratch);
+    }
+    const int64_t b = task / c.Hq, h = task - b * c.Hq;
+    if (!short_head<T>(c, b, h, scratch)) group(c, {1, 1, c.G, 1}, {b, h / c.G, 0, 0, h % c.G}, scratch);
+  }
+  static void group(const Call& c, const Grouping& g, const TaskIndex& x, char* scratch) {
     Bump bump{scratch};
     Forward f(c, bump, g.heads * g.tiles);
     f.keys = keys_of(*c.part, x.cls);

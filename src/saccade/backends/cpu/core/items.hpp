@@ -10,6 +10,8 @@ namespace saccade::SACCADE_ISA {
 struct Grouping {
   int64_t heads, tiles, chunks, blocks;
 
+  Grouping(int64_t heads, int64_t tiles, int64_t chunks, int64_t blocks)
+      : heads(heads), tiles(tiles), chunks(chunks), blocks(blocks) {}
   Grouping(const Call& c, int64_t wanted) {
     heads = min64(c.G, wanted);
     chunks = (c.G + heads - 1) / heads;
@@ -123,7 +125,7 @@ struct Needed {
     width = columns = s.width;
     if (!tell || s.keys.list || s.keys.step != 1) return;
     s.prepare();
-    if (!s.lanes_mask->one_band) return;
+    if (!s.mask->one_band) return;
     columns = PAIR;
     for (int64_t w = 0; w < width; w += PAIR) {
       Range& x = of[w / PAIR];

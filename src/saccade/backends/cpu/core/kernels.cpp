@@ -23,6 +23,9 @@ auto by_kind([[maybe_unused]] const Call& c, F f) {
   return f(static_cast<Plain<float>*>(nullptr));
 #endif
 }
+bool short_rows(const Call& c) {
+  return by_kind(c, [&](auto* k) { return short_rows<typename std::remove_pointer_t<decltype(k)>::sum>(c); });
+}
 int64_t forward_tasks(const Call& c) {
   return by_kind(c, [&](auto* k) { return Forward<std::remove_pointer_t<decltype(k)>>::tasks(c); });
 }
@@ -139,27 +142,17 @@ int64_t probe_flops() {
 
 const Kernels* SACCADE_JOIN(kernels_, SACCADE_ISA)() {
   using namespace SACCADE_ISA;
-  static constexpr Kernels table = {forward_tasks,
-                                    forward_scratch,
-                                    forward,
-                                    decode_tasks,
-                                    decode_scratch,
-                                    decode,
-                                    combine,
-                                    backward_scratch,
-                                    backward_sums,
-                                    backward,
-                                    backward_finish,
-                                    backward_bias,
-                                    backward_distances,
-                                    tangent_tasks,
-                                    tangent_scratch,
-                                    tangent,
-                                    append_scratch,
-                                    append,
-                                    row,
-                                    refine,
-                                    probe,
+  static constexpr Kernels table = {short_rows,       forward_tasks,
+                                    forward_scratch,  forward,
+                                    decode_tasks,     decode_scratch,
+                                    decode,           combine,
+                                    backward_scratch, backward_sums,
+                                    backward,         backward_finish,
+                                    backward_bias,    backward_distances,
+                                    tangent_tasks,    tangent_scratch,
+                                    tangent,          append_scratch,
+                                    append,           row,
+                                    refine,           probe,
                                     probe_flops};
   return &table;
 }

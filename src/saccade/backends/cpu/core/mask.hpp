@@ -18,7 +18,6 @@ struct TileMask {
   I t[TILE_Q];                     // row numbers in the whole problem
   I lo[8][TILE_Q], hi[8][TILE_Q];  // query-side intervals
   I residue[8][TILE_Q];            // t mod stride, of bands with a stride test
-  bool one_band;                   // the mask is a single band: one interval of rows sees a key
 
   const int32_t* bands() const { return mask->bands + (mask->batch_stride ? batch * mask->batch_stride : 0); }
 
@@ -26,9 +25,6 @@ struct TileMask {
     const int64_t b = x.b;
     mask = &m;
     batch = b;
-    const int32_t* use = m.uses;
-    one_band =
-        m.n_bands == 1 && bands()[STRIDE] == 1 && !(use[ROWS_IN] | use[ROWS_OUT] | use[GRIDS_IN] | use[GRIDS_OUT]);
     const int width = static_cast<int>(round_up(x.rows, lanes<T>));
     for (int w = 0; w < width; ++w) t[w] = static_cast<I>(x.row(min64(w, x.rows - 1)));
     for (int n = 0; n < m.n_rows; ++n) {

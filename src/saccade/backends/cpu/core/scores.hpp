@@ -39,6 +39,13 @@ SACCADE_INLINE double from_log2(const Call& c, double y) {
   return 2 * (y - (y > 0 ? far : -far));
 }
 
+// lse of a row in natural units, from the maximum of its scores in log2 units and the sum of its weights
+template <class T>
+SACCADE_INLINE double lse_of(const Call& c, T m, T l) {
+  if (l == T(0)) return -__builtin_inf();
+  return from_log2<T>(c, static_cast<double>(m) + __builtin_log2(static_cast<double>(l)));
+}
+
 // log(e^a + e^b)
 SACCADE_INLINE double log_add(double a, double b) {
   const double top = a > b ? a : b;
@@ -128,7 +135,7 @@ struct Scorer : QueryRows {
   void scores(T* S, int64_t first, int64_t n, bool partial, T* cap_slope) {
     if (partial) prepare();
     if (plain() && !partial) return;
-    if (plain() && lanes_mask->one_band) return one_band(S, first, n);
+    if (plain() && mask->one_band) return one_band(S, first, n);
     for (int64_t r = 0; r < n; ++r) {
       const int64_t j = key(first + r);
       for (int64_t w = 0; w < width; w += lanes<T>) {

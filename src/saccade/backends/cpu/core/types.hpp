@@ -48,6 +48,7 @@ struct Mask {
   int64_t batch_stride;
   Rows rows[8];
   Grid grids[4];
+  bool one_band = false;  // whether in all batch entries one band alone tells which keys a row sees
 };
 
 enum Kind { EMPTY = 0, PARTIAL = 1, FULL = 2 };
@@ -61,6 +62,7 @@ struct Part {
   const int32_t* ptr;                          // [classes, n_masks, mask_batches, n_tiles] + 1
   const int32_t* seg;                          // [n, 3]: begin, end, kind, in keys of the class
   const Mask* masks;
+  bool one_bands = false;  // whether all masks have one band
   // [n_stages, 3]: first query tile, first key and end of the keys of each stage of a backward; see Stage
   int n_stages = 0;
   const int32_t* stages = nullptr;
@@ -92,6 +94,7 @@ struct Call {
   int64_t table_stride = 0;
   int64_t page_size = 0;
   void* lse = nullptr;                      // [B, Tq, Hq] contiguous, f32 (f64 for f64)
+  bool lse_unread = false;                  // no caller reads it
   const void* dlse = nullptr;               // [B, Tq, Hq] contiguous, the type of lse, as are the next four
   void *max = nullptr, *entropy = nullptr;  // results, null where not asked for; backward: entropy is read
   const void* dentropy = nullptr;
@@ -159,6 +162,7 @@ struct Append {
 
 // one table per instruction set; the tasks of one verb are independent, and each owns its outputs
 struct Kernels {
+  bool (*short_rows)(const Call&);  // whether the forward is faster than decode
   int64_t (*forward_tasks)(const Call&);
   int64_t (*forward_scratch)(const Call&);
   void (*forward)(const Call&, int64_t task, char* scratch);
@@ -188,5 +192,6 @@ void check_stop();
 
 constexpr int TILE_Q = 64;  // query rows of one block: the vector lanes
 constexpr int TILE_K = 64;  // keys of one step
+constexpr int SHORT = 64;   // the most tokens that short.hpp computes
 
 }  // namespace saccade

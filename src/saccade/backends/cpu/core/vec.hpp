@@ -112,6 +112,15 @@ SACCADE_INLINE T add_lanes(vec<T> x) {
   return x[0];
 }
 
+// the largest of a vector's lanes
+template <class T, int N = lanes<T> / 2>
+SACCADE_INLINE T max_lanes(vec<T> x) {
+  const vec<T> y = shuffle<T, Across<N>>(x, x);
+  x = y > x ? y : x;
+  if constexpr (N > 1) return max_lanes<T, N / 2>(x);
+  return x[0];
+}
+
 // a masked score is -inf; the running maximum starts at the lowest finite number, so no inf - inf arises
 template <class T>
 struct Low {
@@ -379,13 +388,13 @@ SACCADE_INLINE void write_row(const Array& a, int64_t at, int64_t n, const T* in
 
 // FROM vectors to one: each fills part of the lanes, in order, with sums of neighbouring lanes; log2 FROM rounds
 template <class T, int FROM>
-SACCADE_INLINE vec<T> fold_lanes(vec<T>* a) {
-#pragma GCC unroll 4
-  for (int n = FROM; n > 1; n /= 2)
-#pragma GCC unroll 8
-    for (int i = 0; i < n / 2; ++i)
-      a[i] = shuffle<T, EverySecond<0>>(a[2 * i], a[2 * i + 1]) + shuffle<T, EverySecond<1>>(a[2 * i], a[2 * i + 1]);
-  return a[0];
+SACCADE_INLINE vec<T> fold_lanes(const vec<T>* a) {
+  if constexpr (FROM == 1) {
+    return a[0];
+  } else {
+    const vec<T> x = fold_lanes<T, FROM / 2>(a), y = fold_lanes<T, FROM / 2>(a + FROM / 2);
+    return shuffle<T, EverySecond<0>>(x, y) + shuffle<T, EverySecond<1>>(x, y);
+  }
 }
 
 }  // namespace saccade::SACCADE_ISA
