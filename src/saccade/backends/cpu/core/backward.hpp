@@ -6,6 +6,7 @@
 #include "items.hpp"
 #include "key_sums.hpp"
 #include "row_sums.hpp"
+#include "short_backward.hpp"
 
 namespace saccade::SACCADE_ISA {
 
@@ -407,13 +408,22 @@ struct Backward : RowSums<typename K::sum> {
   }
 
   static void task(const Call& c, int64_t task, char* scratch) {
+    const Part& part = *c.part;
+    const int64_t split = task % c.splits, hk = task / c.splits % c.Hk, b = task / c.splits / c.Hk;
+    const int64_t ld = round_up(c.D, N), ldv = round_up(c.Dv, N);
+    T* const dk = static_cast<T*>(c.partial) + (task - c.first * c.splits) * KeySums<T>::size(c);
+    T* const dv = dk + c.sum_keys * ld;
+    const auto start_sums = [&] { KeySums<T>::start(c, dk, ld), KeySums<T>::start(c, dv, ldv); };
+    if (!c.accumulate) start_sums();
+    if (short_gradients<T>(c)) {
+      if (short_key_head<T>(c, b, hk, dk, dv)) return;
+      start_sums();
+      for (int64_t t = 0; t < c.Tq; ++t)
+        for (int64_t h = hk * c.G; h < (hk + 1) * c.G; ++h) Sums::row(c, (b * c.Tq + t) * c.Hq + h);
+    }
     Bump bump{scratch};
     Backward f(c, bump, wanted(c));
-    const Part& part = *c.part;
-    f.dk = static_cast<T*>(c.partial) + (task - c.first * c.splits) * KeySums<T>::size(c);
-    f.dv = f.dk + c.sum_keys * f.ld;
-    if (!c.accumulate) KeySums<T>::start(c, f.dk, f.ld), KeySums<T>::start(c, f.dv, f.ldv);
-    const int64_t split = task % c.splits, hk = task / c.splits % c.Hk, b = task / c.splits / c.Hk;
+    f.dk = dk, f.dv = dv;
     f.dgates = c.dgates ? c.dgates + task * c.G * c.Tk : nullptr;
     double* slopes = c.dslopes ? c.dslopes + task * c.G : nullptr;
     if (c.selection.lists) return f.of_selected(b, hk, split, bump);

@@ -92,6 +92,8 @@ static std::vector<Stage> stages_of(const Call& c, const std::vector<const Part*
 
 void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
   const Kernels& k = matrix_kernels_of(c);
+  c.last = parts.size() == 1;
+  c.part = parts[0];
   c.threads = threads = worth(c, threads, BACKWARD_HEAD);
   const std::vector<Stage> stages = stages_of(c, parts);
   c.sum_keys = 0;

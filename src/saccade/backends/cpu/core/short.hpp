@@ -5,9 +5,9 @@
 
 namespace saccade::SACCADE_ISA {
 
-// one head; X: what q, k and v are stored in
+// what forward and backward of one head share; X: what its arrays are stored in
 template <class T, class X>
-struct Short {
+struct ShortRows {
   static constexpr int N = lanes<T>;
   static constexpr int R = N < 4 ? N : 4, KEYS = N / R;  // rows and keys whose scores are summed at once
   static constexpr int MANY = SACCADE_REGISTERS == 32 ? 4 : 2;
@@ -15,37 +15,29 @@ struct Short {
   struct Range {
     int64_t begin, end;
   };
+  // rows of one head
+  struct Side {
+    const X* first;
+    int64_t step, width;
+    Side(const Array& a, int64_t b, int64_t head, int64_t width)
+        : first(reinterpret_cast<const X*>(a.data) + b * a.stride[0] + head * a.stride[2]),
+          step(a.stride[1]),
+          width(width) {}
+    const X* row(int64_t t) const { return first + t * step; }
+  };
 
   const Call& c;
+  const int64_t b, h;
   const int32_t* band;
-  const X *q, *k, *v;
-  int64_t out, first_lse;  // where o and lse of the first row are
-  T* rows;                 // [R][Dv], unless o has the compute type
-  T s[R][SHORT], shares[R];
-  Finite<T> finite;
+  const Side q, k, v;
+  Range all{0, 0}, own[R];  // the keys that some of the current rows see, and each of them, from all.begin on
 
-  Short(const Call& call, int64_t b, int64_t h, char* scratch)
-      : c(call),
-        band(c.part->masks[c.part->head[h]].bands),
-        q(of(c.q, b, h)),
-        k(of(c.k, b, h / c.G)),
-        v(of(c.v, b, h / c.G)),
-        out(b * c.o.stride[0] + h * c.o.stride[2]),
-        first_lse(b * c.Tq * c.Hq + h),
-        rows(reinterpret_cast<T*>(scratch)) {
-    band += b * c.part->masks[c.part->head[h]].batch_stride;
+  ShortRows(const Call& call, int64_t b, int64_t h)
+      : c(call), b(b), h(h), q(c.q, b, h, c.D), k(c.k, b, h / c.G, c.D), v(c.v, b, h / c.G, c.Dv) {
+    const Mask& mask = c.part->masks[c.part->head[h]];
+    band = mask.bands + b * mask.batch_stride;
   }
 
-  // false if some results are not finite; then the forward of more tokens computes the head again
-  bool run() {
-    for (int64_t t = 0; t < c.Tq; t += R) some(t, min64(R, c.Tq - t));
-    return finite.all();
-  }
-
- private:
-  static const X* of(const Array& a, int64_t b, int64_t head) {
-    return reinterpret_cast<const X*>(a.data) + b * a.stride[0] + head * a.stride[2];
-  }
   SACCADE_INLINE vec<T> wide(const T* p) { return load(p); }
   SACCADE_INLINE vec<float> wide(const uint16_t* p) { return widen_bf16(p); }
 
@@ -55,48 +47,43 @@ struct Short {
     const int64_t begin = max64(0, max64(band[K_LO], t - band[D_HI]));
     return {begin, max64(begin, min64(min64(band[K_HI], c.Tk), t - band[D_LO] + 1))};
   }
-
-  // n <= R rows from t on
-  void some(int64_t t, int64_t n) {
-    Range own[R], all{c.Tk, 0};
+  // of n rows from t on
+  void find_keys(int64_t t, int64_t n) {
+    all = {c.Tk, 0};
     for (int64_t r = 0; r < n; ++r) {
       own[r] = seen(t + r);
       if (own[r].begin < own[r].end) all = {min64(all.begin, own[r].begin), max64(all.end, own[r].end)};
     }
-    for (int64_t j = all.begin; j < all.end; j += N) products(t, j, all);
-    for (int64_t r = 0; r < n; ++r) softmax(r, {own[r].begin - all.begin, own[r].end - all.begin}, all, t + r);
-    int64_t d = 0;
-    for (; d + MANY * N <= c.Dv; d += MANY * N) values<MANY>(t, n, all, d);
-    for (; d < c.Dv; d += N) values<1>(t, n, all, d);
-    for (int64_t r = 0; !in_place() && r < n; ++r) write_row(c.o, out + (t + r) * c.o.stride[1], c.Dv, rows + r * c.Dv);
+    for (int64_t r = 0; r < n; ++r) own[r] = {own[r].begin - all.begin, own[r].end - all.begin};
   }
-  bool in_place() const { return c.o.dtype == (sizeof(T) == 4 ? DType::f32 : DType::f64); }
+  int64_t keys() const { return all.end - all.begin; }
 
-  // log2 scores of R rows from t on and N keys from j on
-  [[gnu::always_inline]] void products(int64_t t, int64_t j, Range all) {
-    const T factor = static_cast<T>(c.scale * LOG2E<double>);
+  // products of R rows from t on with all keys, times a factor
+  [[gnu::always_inline]] void products(const Side& rows, const Side& others, int64_t t, T factor, T (*out)[SHORT]) {
     const X* of_row[R];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) of_row[r] = q + min64(t + r, c.Tq - 1) * c.q.stride[1];
-    vec<T> parts[R];
+    for (int r = 0; r < R; ++r) of_row[r] = rows.row(min64(t + r, c.Tq - 1));
+    for (int64_t j = all.begin; j < all.end; j += N) {
+      vec<T> parts[R];
 #pragma GCC unroll 4
-    for (int i = 0; i < R; ++i) parts[i] = vec<T>{};
-    const int64_t n = min64(R, (all.end - j + KEYS - 1) / KEYS);
-    for (int64_t i = 0; i < n; ++i) parts[i] = sums_of_products(of_row, j + i * KEYS, all.end) * factor;
-    // the keys of a row side by side: a vector cannot be loaded soon after parts of it were stored
-    transpose_parts(parts);
+      for (int i = 0; i < R; ++i) parts[i] = vec<T>{};
+      const int64_t n = min64(R, (all.end - j + KEYS - 1) / KEYS);
+      for (int64_t i = 0; i < n; ++i) parts[i] = sums_of_products(of_row, others, j + i * KEYS) * factor;
+      // the keys of a row side by side: a vector cannot be loaded soon after parts of it were stored
+      transpose_parts(parts);
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) store(s[r] + (j - all.begin), parts[r]);
+      for (int r = 0; r < R; ++r) store(out[r] + (j - all.begin), parts[r]);
+    }
   }
   // of R rows and KEYS keys from j on, row by row
-  [[gnu::always_inline]] vec<T> sums_of_products(const X* const* of_row, int64_t j, int64_t end) {
+  [[gnu::always_inline]] vec<T> sums_of_products(const X* const* of_row, const Side& others, int64_t j) {
     const X* of_key[KEYS];
 #pragma GCC unroll 4
-    for (int i = 0; i < KEYS; ++i) of_key[i] = k + min64(j + i, end - 1) * c.k.stride[1];
+    for (int i = 0; i < KEYS; ++i) of_key[i] = others.row(min64(j + i, all.end - 1));
     vec<T> sums[N];
 #pragma GCC unroll 16
     for (int i = 0; i < N; ++i) sums[i] = vec<T>{};
-    for (int64_t d = 0; d < c.D; d += N) {
+    for (int64_t d = 0; d < others.width; d += N) {
       vec<T> w[R];
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) w[r] = wide(of_row[r] + d);
@@ -128,57 +115,97 @@ struct Short {
     }
   }
 
-  // replaces the scores of row t by weights, and keeps the reciprocal of their sum, or 0
-  [[gnu::always_inline]] void softmax(int64_t r, Range own, Range all, int64_t t) {
-    T* p = s[r];
-    const ivec<T> begin = isplat<T>(own.begin), end = isplat<T>(own.end);
-    vec<T> top = splat(Low<T>::start), sum = {};
-    for (int64_t j = 0; j < all.end - all.begin; j += N) {
-      const ivec<T> at = iota<T>() + isplat<T>(j);
-      const vec<T> x = ((at >= begin) & (at < end)) ? load(p + j) : splat(Low<T>::masked);
-      store(p + j, x);
-      top = vmax<T>(top, x);
-    }
-    const T best = max_lanes<T>(top);
-    for (int64_t j = 0; j < all.end - all.begin; j += N) {
-      const vec<T> e = exp2v(load(p + j) - best);
-      sum += e;
-      store(p + j, e);
-    }
-    const T l = add_lanes<T>(sum);
-    if (!c.lse_unread) static_cast<T*>(c.lse)[first_lse + t * c.Hq] = static_cast<T>(lse_of<T>(c, best, l));
-    shares[r] = l == 0 ? T(0) : 1 / l;
+  // calls f(d, numbers) for d to d + MANY * N or d + N of each row
+  template <class F>
+  [[gnu::always_inline]] void each_block(int64_t width, F f) {
+    int64_t d = 0;
+    for (; d + MANY * N <= width; d += MANY * N) f.template operator()<MANY>(d);
+    for (; d < width; d += N) f.template operator()<1>(d);
   }
-
-  // numbers d to d + NV * N of n rows of the output
-  template <int NV>
-  [[gnu::always_inline]] void values(int64_t t, int64_t n, Range all, int64_t d) {
+  // sums of others' rows by weights: numbers from d on, for each of R rows put(r, number of the vector, vector)
+  template <int NV, class F>
+  [[gnu::always_inline]] void weighted(const T (*weights)[SHORT], const Side& others, int64_t d, F put) {
     vec<T> sums[R][NV];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
       for (int i = 0; i < NV; ++i) sums[r][i] = vec<T>{};
-    const X* of_key = v + all.begin * c.v.stride[1] + d;
-    for (int64_t j = 0; j < all.end - all.begin; ++j, of_key += c.v.stride[1]) {
+    const X* of_key = others.row(all.begin) + d;
+    for (int64_t j = 0; j < keys(); ++j, of_key += others.step) {
       vec<T> x[NV];
 #pragma GCC unroll 4
       for (int i = 0; i < NV; ++i) x[i] = wide(of_key + i * N);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-        for (int i = 0; i < NV; ++i) sums[r][i] += x[i] * s[r][j];
+        for (int i = 0; i < NV; ++i) sums[r][i] += x[i] * weights[r][j];
     }
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      if (r == n) return;
-      T* to = in_place() ? reinterpret_cast<T*>(c.o.data) + out + (t + r) * c.o.stride[1] : rows + r * c.Dv;
+    for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-      for (int i = 0; i < NV; ++i) {
-        const vec<T> x = (sums[r][i] + T(0)) * shares[r];  // no -0
+      for (int i = 0; i < NV; ++i) put(r, i, sums[r][i]);
+  }
+};
+
+// one head
+template <class T, class X>
+struct Short : ShortRows<T, X> {
+  using Rows = ShortRows<T, X>;
+  using Rows::c, Rows::b, Rows::h, Rows::q, Rows::k, Rows::v, Rows::own, Rows::keys, Rows::N, Rows::R;
+  T* rows;  // [R][Dv], unless o has the compute type
+  T s[R][SHORT], shares[R];
+  Finite<T> finite;
+
+  Short(const Call& call, int64_t b, int64_t h, char* scratch)
+      : Rows(call, b, h), rows(reinterpret_cast<T*>(scratch)) {}
+
+  // false if some results are not finite; then the forward of more tokens computes the head again
+  bool run() {
+    for (int64_t t = 0; t < c.Tq; t += R) some(t, min64(R, c.Tq - t));
+    return finite.all();
+  }
+
+ private:
+  // n <= R rows from t on
+  void some(int64_t t, int64_t n) {
+    Rows::find_keys(t, n);
+    Rows::products(q, k, t, static_cast<T>(c.scale * LOG2E<double>), s);
+    for (int64_t r = 0; r < n; ++r) softmax(r, t + r);
+    const bool in_place = c.o.dtype == (sizeof(T) == 4 ? DType::f32 : DType::f64);
+    const int64_t out = b * c.o.stride[0] + t * c.o.stride[1] + h * c.o.stride[2];
+    T* const to = in_place ? reinterpret_cast<T*>(c.o.data) + out : rows;
+    const int64_t step = in_place ? c.o.stride[1] : c.Dv;
+    Rows::each_block(c.Dv, [&]<int NV>(int64_t d) __attribute__((always_inline)) {
+      Rows::template weighted<NV>(s, v, d, [&](int r, int i, vec<T> sum) __attribute__((always_inline)) {
+        if (r >= n) return;
+        const vec<T> x = (sum + T(0)) * shares[r];  // no -0
         finite.see(x);
-        store(to + d + i * N, x);
-      }
+        store(to + r * step + d + i * N, x);
+      });
+    });
+    for (int64_t r = 0; !in_place && r < n; ++r) write_row(c.o, out + r * c.o.stride[1], c.Dv, rows + r * c.Dv);
+  }
+
+  // replaces the scores of row t by weights, and keeps the reciprocal of their sum, or 0
+  [[gnu::always_inline]] void softmax(int64_t r, int64_t t) {
+    T* p = s[r];
+    const ivec<T> begin = isplat<T>(own[r].begin), end = isplat<T>(own[r].end);
+    vec<T> top = splat(Low<T>::start), sum = {};
+    for (int64_t j = 0; j < keys(); j += N) {
+      const ivec<T> at = iota<T>() + isplat<T>(j);
+      const vec<T> x = ((at >= begin) & (at < end)) ? load(p + j) : splat(Low<T>::masked);
+      store(p + j, x);
+      top = vmax<T>(top, x);
     }
+    const T best = max_lanes<T>(top);
+    for (int64_t j = 0; j < keys(); j += N) {
+      const vec<T> e = exp2v(load(p + j) - best);
+      sum += e;
+      store(p + j, e);
+    }
+    const T l = add_lanes<T>(sum);
+    if (!c.lse_unread) static_cast<T*>(c.lse)[(b * c.Tq + t) * c.Hq + h] = static_cast<T>(lse_of<T>(c, best, l));
+    shares[r] = l == 0 ? T(0) : 1 / l;
   }
 };
 
