@@ -115,14 +115,14 @@ struct ShortRows {
     }
   }
 
-  // calls f(d, numbers) for d to d + MANY * N or d + N of each row
+  // calls f<NV>(d) for NV vectors from d on: MANY at a time, then one
   template <class F>
   [[gnu::always_inline]] void each_block(int64_t width, F f) {
     int64_t d = 0;
     for (; d + MANY * N <= width; d += MANY * N) f.template operator()<MANY>(d);
     for (; d < width; d += N) f.template operator()<1>(d);
   }
-  // sums of others' rows by weights: numbers from d on, for each of R rows put(r, number of the vector, vector)
+  // for each of R rows, the sum of the other side's rows by weights: put(r, i, vector i of the numbers from d on)
   template <int NV, class F>
   [[gnu::always_inline]] void weighted(const T (*weights)[SHORT], const Side& others, int64_t d, F put) {
     vec<T> sums[R][NV];
