@@ -10,9 +10,6 @@ struct Lanes {
   int64_t first, n;
 };
 
-template <class T>
-constexpr DType same_dtype = sizeof(T) == 4 ? DType::f32 : DType::f64;
-
 // lanes beyond n are 0
 template <class T>
 SACCADE_INLINE vec<T> get(const Array& a, int64_t at, int64_t n) {

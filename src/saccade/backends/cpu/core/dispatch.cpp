@@ -49,9 +49,8 @@ void run_forward(Call& c, const std::vector<const Part*>& parts, int threads) {
 }
 
 // partial results of ranges of keys, then their sums; false where some rows of ordered decode need the forward
-static bool decode_ranges(Call& c, const Part& part, int threads) {
+static bool decode_ranges(Call& c, int threads) {
   const Kernels& k = decode_kernels_of(c);
-  c.part = &part;
   c.threads = threads = worth(c, threads, FORWARD_HEAD);
   c.n_chunks = std::max<int64_t>(1, (c.Tk + c.split_keys - 1) / c.split_keys);
   const Workspace partial(c.B * c.Hk * c.n_chunks * c.G * c.Tq * c.partial_width() * number_size(c));
@@ -68,7 +67,7 @@ void run_decode(Call& c, const Part& part, int threads) {
   c.part = &part;
   if (matrix_kernels_of(c).short_rows(c)) return run_forward(c, {&part}, threads);
   const std::optional<Workspace> own_lse = lse_nobody_wants(c);
-  if (!decode_ranges(c, part, threads)) run_forward(c, {&part}, threads);
+  if (!decode_ranges(c, threads)) run_forward(c, {&part}, threads);
 }
 
 // whether the lse of some row has lost the logarithm of its sum
@@ -93,7 +92,6 @@ static std::vector<Stage> stages_of(const Call& c, const std::vector<const Part*
 void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
   const Kernels& k = matrix_kernels_of(c);
   c.last = parts.size() == 1;
-  c.part = parts[0];
   c.threads = threads = worth(c, threads, BACKWARD_HEAD);
   const std::vector<Stage> stages = stages_of(c, parts);
   c.sum_keys = 0;

@@ -30,6 +30,7 @@ struct ShortRows {
   const int64_t b, h;
   const int32_t* band;
   const Side q, k, v;
+  Finite<T> finite;         // of results
   Range all{0, 0}, own[R];  // the keys that some of the current rows see, and each of them, from all.begin on
 
   ShortRows(const Call& call, int64_t b, int64_t h)
@@ -40,6 +41,14 @@ struct ShortRows {
 
   SACCADE_INLINE vec<T> wide(const T* p) { return load(p); }
   SACCADE_INLINE vec<float> wide(const uint16_t* p) { return widen_bf16(p); }
+
+  // calls some(t, n) for n <= R rows from t on; false if some results are not finite: then the kernel of more tokens
+  // computes the head again
+  template <class F>
+  bool each_rows(F some) {
+    for (int64_t t = 0; t < c.Tq; t += R) some(t, min64(R, c.Tq - t));
+    return finite.all();
+  }
 
   // the keys that row t sees
   Range seen(int64_t t) const {
@@ -57,6 +66,11 @@ struct ShortRows {
     for (int64_t r = 0; r < n; ++r) own[r] = {own[r].begin - all.begin, own[r].end - all.begin};
   }
   int64_t keys() const { return all.end - all.begin; }
+  // which of N keys from the j-th of `all` on row r of these sees
+  [[gnu::always_inline]] ivec<T> sees(int64_t r, int64_t j) const {
+    const ivec<T> key = iota<T>() + isplat<T>(j);
+    return (key >= isplat<T>(own[r].begin)) & (key < isplat<T>(own[r].end));
+  }
 
   // products of R rows from t on with all keys, times a factor
   [[gnu::always_inline]] void products(const Side& rows, const Side& others, int64_t t, T factor, T (*out)[SHORT]) {
@@ -151,18 +165,15 @@ struct ShortRows {
 template <class T, class X>
 struct Short : ShortRows<T, X> {
   using Rows = ShortRows<T, X>;
-  using Rows::c, Rows::b, Rows::h, Rows::q, Rows::k, Rows::v, Rows::own, Rows::keys, Rows::N, Rows::R;
+  using Rows::c, Rows::b, Rows::h, Rows::q, Rows::k, Rows::v, Rows::keys, Rows::finite, Rows::N, Rows::R;
   T* rows;  // [R][Dv], unless o has the compute type
   T s[R][SHORT], shares[R];
-  Finite<T> finite;
 
   Short(const Call& call, int64_t b, int64_t h, char* scratch)
       : Rows(call, b, h), rows(reinterpret_cast<T*>(scratch)) {}
 
-  // false if some results are not finite; then the forward of more tokens computes the head again
   bool run() {
-    for (int64_t t = 0; t < c.Tq; t += R) some(t, min64(R, c.Tq - t));
-    return finite.all();
+    return Rows::each_rows([&](int64_t t, int64_t n) { some(t, n); });
   }
 
  private:
@@ -171,7 +182,7 @@ struct Short : ShortRows<T, X> {
     Rows::find_keys(t, n);
     Rows::products(q, k, t, static_cast<T>(c.scale * LOG2E<double>), s);
     for (int64_t r = 0; r < n; ++r) softmax(r, t + r);
-    const bool in_place = c.o.dtype == (sizeof(T) == 4 ? DType::f32 : DType::f64);
+    const bool in_place = c.o.dtype == same_dtype<T>;
     const int64_t out = b * c.o.stride[0] + t * c.o.stride[1] + h * c.o.stride[2];
     T* const to = in_place ? reinterpret_cast<T*>(c.o.data) + out : rows;
     const int64_t step = in_place ? c.o.stride[1] : c.Dv;
@@ -189,11 +200,9 @@ struct Short : ShortRows<T, X> {
   // replaces the scores of row t by weights, and keeps the reciprocal of their sum, or 0
   [[gnu::always_inline]] void softmax(int64_t r, int64_t t) {
     T* p = s[r];
-    const ivec<T> begin = isplat<T>(own[r].begin), end = isplat<T>(own[r].end);
     vec<T> top = splat(Low<T>::start), sum = {};
     for (int64_t j = 0; j < keys(); j += N) {
-      const ivec<T> at = iota<T>() + isplat<T>(j);
-      const vec<T> x = ((at >= begin) & (at < end)) ? load(p + j) : splat(Low<T>::masked);
+      const vec<T> x = Rows::sees(r, j) ? load(p + j) : splat(Low<T>::masked);
       store(p + j, x);
       top = vmax<T>(top, x);
     }

@@ -10,19 +10,16 @@ namespace saccade::SACCADE_ISA {
 template <class T>
 struct ShortBackward : ShortRows<T, T> {
   using Rows = ShortRows<T, T>;
-  using Rows::c, Rows::b, Rows::h, Rows::q, Rows::k, Rows::v, Rows::own, Rows::all, Rows::keys, Rows::N, Rows::R;
+  using Rows::c, Rows::b, Rows::h, Rows::q, Rows::k, Rows::v, Rows::all, Rows::keys, Rows::finite, Rows::N, Rows::R;
   const typename Rows::Side dout;
   T *dk, *dv;  // [Tk][D], [Tk][Dv]
   T p[R][SHORT], ds[R][SHORT];
-  Finite<T> finite;
 
   ShortBackward(const Call& call, int64_t b, int64_t h, T* dk, T* dv)
       : Rows(call, b, h), dout(c.do_, b, h, c.Dv), dk(dk), dv(dv) {}
 
-  // false if some results are not finite; then the backward of more tokens computes the key head again
   bool run() {
-    for (int64_t t = 0; t < c.Tq; t += R) some(t, min64(R, c.Tq - t));
-    return finite.all();
+    return Rows::each_rows([&](int64_t t, int64_t n) { some(t, n); });
   }
 
  private:
@@ -51,11 +48,9 @@ struct ShortBackward : ShortRows<T, T> {
   [[gnu::always_inline]] void gradients(int64_t r, int64_t at) {
     double* row = c.rows + 2 * at;
     const T lse = static_cast<T>(row[0]), low = static_cast<T>(row[0] - static_cast<double>(lse));
-    const ivec<T> begin = isplat<T>(own[r].begin), end = isplat<T>(own[r].end);
     Doubles sum_p, sum_pdp;
     for (int64_t j = 0; j < keys(); j += N) {
-      const ivec<T> key = iota<T>() + isplat<T>(j);
-      const vec<T> e = exp2v((load(p[r] + j) - lse) - low), x = ((key >= begin) & (key < end)) ? e : vec<T>{};
+      const vec<T> e = exp2v((load(p[r] + j) - lse) - low), x = Rows::sees(r, j) ? e : vec<T>{};
       const vec<T> dp = x == T(0) ? vec<T>{} : load(ds[r] + j);
       store(p[r] + j, x), store(ds[r] + j, dp);
       sum_p.add(x, splat(T(1))), sum_pdp.add(x, dp);
@@ -113,10 +108,10 @@ struct ShortBackward : ShortRows<T, T> {
 template <class T>
 SACCADE_INLINE bool short_gradients(const Call& c) {
   return c.sums && !c.only_sums && !c.dentropy && !c.dbias.data && c.splits == 1 && c.stage.key == 0 &&
-         c.stage.key_end == c.Tk && c.q.dtype == (sizeof(T) == 4 ? DType::f32 : DType::f64) &&
-         c.do_.dtype == c.q.dtype && c.dq.dtype == c.q.dtype && short_rows<T>(c);
+         c.stage.key_end == c.Tk && c.q.dtype == same_dtype<T> && c.do_.dtype == c.q.dtype && c.dq.dtype == c.q.dtype &&
+         short_rows<T>(c);
 }
-// the sums dK and dV of a key head, and dQ of its query heads; false as in ShortBackward::run
+// the sums dK and dV of a key head, and dQ of its query heads; false as in ShortRows::each_rows
 template <class T>
 static bool short_key_head(const Call& c, int64_t b, int64_t hk, T* dk, T* dv) {
   for (int64_t h = hk * c.G; h < (hk + 1) * c.G; ++h)

@@ -279,6 +279,10 @@ SACCADE_INLINE uint16_t to_f16(float x) {
   return static_cast<uint16_t>(sign | (u >> 13));
 }
 
+// of arrays of T
+template <class T>
+constexpr DType same_dtype = sizeof(T) == 4 ? DType::f32 : DType::f64;
+
 template <class T>
 SACCADE_INLINE T read1(const Array& a, int64_t at) {
   switch (a.dtype) {
