@@ -73,7 +73,8 @@ struct ShortRows {
   }
 
   // products of R rows from t on with all keys, times a factor
-  [[gnu::always_inline]] void products(const Side& rows, const Side& others, int64_t t, T factor, T (*out)[SHORT]) {
+  [[gnu::always_inline]] void products(const Side rows, const Side others, int64_t t, T factor, T (*out)[SHORT]) {
+    const Range all = this->all;
     const X* of_row[R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) of_row[r] = rows.row(min64(t + r, c.Tq - 1));
@@ -82,7 +83,7 @@ struct ShortRows {
 #pragma GCC unroll 4
       for (int i = 0; i < R; ++i) parts[i] = vec<T>{};
       const int64_t n = min64(R, (all.end - j + KEYS - 1) / KEYS);
-      for (int64_t i = 0; i < n; ++i) parts[i] = sums_of_products(of_row, others, j + i * KEYS) * factor;
+      for (int64_t i = 0; i < n; ++i) parts[i] = sums_of_products(of_row, others, j + i * KEYS, all.end) * factor;
       // the keys of a row side by side: a vector cannot be loaded soon after parts of it were stored
       transpose_parts(parts);
 #pragma GCC unroll 4
@@ -90,10 +91,10 @@ struct ShortRows {
     }
   }
   // of R rows and KEYS keys from j on, row by row
-  [[gnu::always_inline]] vec<T> sums_of_products(const X* const* of_row, const Side& others, int64_t j) {
+  [[gnu::always_inline]] vec<T> sums_of_products(const X* const* of_row, const Side& others, int64_t j, int64_t end) {
     const X* of_key[KEYS];
 #pragma GCC unroll 4
-    for (int i = 0; i < KEYS; ++i) of_key[i] = others.row(min64(j + i, all.end - 1));
+    for (int i = 0; i < KEYS; ++i) of_key[i] = others.row(min64(j + i, end - 1));
     vec<T> sums[N];
 #pragma GCC unroll 16
     for (int i = 0; i < N; ++i) sums[i] = vec<T>{};
@@ -145,7 +146,7 @@ struct ShortRows {
 #pragma GCC unroll 4
       for (int i = 0; i < NV; ++i) sums[r][i] = vec<T>{};
     const X* of_key = others.row(all.begin) + d;
-    for (int64_t j = 0; j < keys(); ++j, of_key += others.step) {
+    for (int64_t j = 0, n = keys(), step = others.step; j < n; ++j, of_key += step) {
       vec<T> x[NV];
 #pragma GCC unroll 4
       for (int i = 0; i < NV; ++i) x[i] = wide(of_key + i * N);
@@ -200,14 +201,15 @@ struct Short : ShortRows<T, X> {
   // replaces the scores of row t by weights, and keeps the reciprocal of their sum, or 0
   [[gnu::always_inline]] void softmax(int64_t r, int64_t t) {
     T* p = s[r];
+    const int64_t n = keys();
     vec<T> top = splat(Low<T>::start), sum = {};
-    for (int64_t j = 0; j < keys(); j += N) {
+    for (int64_t j = 0; j < n; j += N) {
       const vec<T> x = Rows::sees(r, j) ? load(p + j) : splat(Low<T>::masked);
       store(p + j, x);
       top = vmax<T>(top, x);
     }
     const T best = max_lanes<T>(top);
-    for (int64_t j = 0; j < keys(); j += N) {
+    for (int64_t j = 0; j < n; j += N) {
       const vec<T> e = exp2v(load(p + j) - best);
       sum += e;
       store(p + j, e);
