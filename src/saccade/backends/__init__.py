@@ -93,6 +93,9 @@ class Backend(Protocol):
     THREADS: Threads | None = None
     # (x, target, scale, first, second, cos, sin, interleaved, how) -> whether it wrote what `Arrays.write` would write
     append: Callable[..., bool] | None = None
+    # (k, v or None, arrays, starts) -> whether it wrote k, v [B, T, heads, size] to arrays [B, capacity, heads, size],
+    # row b from slot starts[b] on
+    append_rows: Callable[..., bool] | None = None
 
     def limits(self, problem: Problem) -> Limits:
         """Tile sizes and memory limits for planning this problem, on the device where its arrays live."""

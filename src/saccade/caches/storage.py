@@ -265,10 +265,10 @@ class NumpyArrays(Arrays):
 
 
 @cache
-def append_of(place: str) -> Callable[..., bool] | None:
-    """`append` of a device's backend. None if that backend lacks it or is not built; `rows_of` then replaces it."""
+def append_of(place: str, verb: str = "append") -> Callable[..., bool] | None:
+    """A device's `append` or `append_rows`. None if its backend lacks it or is not built; formulas then replace it."""
     try:
-        return next((load(name).append for name, kinds in ORDER.items() if place in kinds), None)
+        return next((getattr(load(name), verb) for name, kinds in ORDER.items() if place in kinds), None)
     except Unsupported:
         return None
 

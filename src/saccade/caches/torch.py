@@ -12,7 +12,8 @@ from torch import Tensor
 from ..errors import Unsupported
 from ..frameworks.torch_run import lent
 from ..quantised import Quantised
-from .storage import Arrays, Shape, Target, append_of, rows_of
+from ..rope import Turn
+from .storage import Arrays, Shape, Storage, Target, append_of, rows_of
 
 
 class TorchArrays(Arrays):
@@ -62,6 +63,14 @@ class TorchArrays(Arrays):
 
     def indices(self, x: NDArray[Any]) -> Any:
         return torch.as_tensor(x, device=self.device)
+
+    def write_rows(self, cache: Storage, k: Any, v: Any, starts: Any, counts: Any, turn: Turn | None) -> None:
+        plain = counts is turn is cache.quantised is None and not (k.is_neg() or v.is_neg())
+        append = None
+        if plain and not starts.is_cpu and not torch.compiler.is_compiling():
+            append = append_of(starts.device.type, "append_rows")
+        if append is None or not append(k, None if cache.aliased else v, cache.arrays, starts):
+            super().write_rows(cache, k, v, starts, counts, turn)
 
     @staticmethod
     def write(targets: Iterable[Target], first: Any, second: Any, how: Quantised | None) -> None:

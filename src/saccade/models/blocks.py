@@ -57,8 +57,13 @@ class Decoder(nn.Module):
     rotation: dict[str, Any] | None = None
     # `summed_losses`, which a training run compiles
     summed: Callable[[Tensor, Tensor], Tensor] = staticmethod(summed_losses)
-    # whether `compile_steps` was called
+    # whether `compile_steps` was called, and the steps that `generate` then keeps, with what they depend on
     steps_compiled = False
+    kept_steps: tuple[Any, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy of a graph would read the weights of this model
+        return {name: value for name, value in vars(self).items() if name != "kept_steps"}
 
     @abstractmethod
     def hidden(
@@ -132,8 +137,10 @@ class Decoder(nn.Module):
     def compile_steps(self) -> None:
         """Let torch.compile fuse what surrounds the products, in steps that an NVIDIA GPU replays for each new token.
 
-        The first new token waits some seconds for it. `generate` and `serve` say which of their steps are replayed; all
-        other calls stay as they are. Raises ValueError for a model whose steps are never replayed.
+        The second new token of the first call waits some seconds for it. `generate` keeps the caches and the CUDA graph
+        of its last call, and the next call uses them again if it has as many prompts, the same options, and texts of at
+        least half the length. `generate` and `serve` say which of their steps are replayed; all other calls stay as
+        they are. Raises ValueError for a model whose steps are never replayed.
         """
         if not self.replayable(self.make_caches(1, 1)):
             raise ValueError(

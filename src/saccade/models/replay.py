@@ -19,12 +19,15 @@ from ..caches.contiguous import KVCache
 from ..caches.paged import PagedKVCache
 from .blocks import Attention, Decoder, RMSNorm, SwiGLU
 from .sampler import Sampler, not_finite, uniform
+from .states import StackCache
 from .stores import PagedStep
 
 # steps that are started before the host reads their tokens
 AHEAD = 16
 # steps before the capture, which compile kernels; they need room in the caches, as does the captured one
 WARM = 2
+# kept caches have room for a multiple of so many tokens
+GRAIN = 256
 # the methods that surround products with small operations
 FUSED = {RMSNorm: "forward", Attention: "project", SwiGLU: "forward"}
 
@@ -94,6 +97,18 @@ class Draws:
         """The arrays that a draw changes, without `tokens`."""
         return [self.token, self.count, self.ended, self.finite]
 
+    def restart(self) -> None:
+        """Forget the sequences that have ended."""
+        self.ended.zero_()
+        self.finite.fill_(True)
+
+    def prepare(self, steps: int, generator: torch.Generator) -> None:
+        """Before so many draws: begin with the first of `tokens`, and draw the numbers that each would draw."""
+        self.count.zero_()
+        if self.chances is not None:
+            chances = self.chances[:steps]
+            chances.copy_(uniform(chances.numel(), generator).view_as(chances))
+
     def draw(self, logits: Tensor) -> None:
         """Draw the next token of each row, or the end token again; logits: [rows, vocab]."""
         chances = None if self.chances is None else self.chances.index_select(0, self.count)[0]
@@ -143,63 +158,108 @@ def repeated(
 class Steps:
     """Steps that read the tokens drawn last, one per sequence, and draw the next ones.
 
-    caches: one per layer, with room for WARM + 1 tokens more than are drawn.
+    The first run captures the graph, which later runs replay. caches: one per layer, with room for WARM + 1 tokens more
+    than are drawn.
     """
 
     def __init__(
         self,
         model: Decoder,
-        caches: Sequence[KVCache],
+        caches: list[KVCache],
         sampler: Sampler,
-        generator: torch.Generator,
         backend: str | None = None,
         capture: Capture = captured,
     ) -> None:
-        self.model, self.caches, self.sampler, self.generator = model, caches, sampler, generator
-        self.backend, self.capture = backend, capture
+        self.model, self.caches, self.backend, self.capture = model, caches, backend, capture
         # all layers have stored the same tokens
         self.lengths = caches[0].lengths.clone()
+        self.draws = Draws(model, sampler, len(self.lengths), AHEAD)
+        self.replay: Callable[[], None] | None = None
+        self.running = False
+
+    @property
+    def capacity(self) -> int:
+        """The tokens for which the caches have room."""
+        return self.caches[0].capacity
 
     @torch.no_grad()
-    def run(self, logits: Tensor, tokens: int) -> Iterator[list[int]]:
+    def run(self, logits: Tensor, tokens: int, generator: torch.Generator) -> Iterator[list[int]]:
         """Yields the next token of every sequence, up to `tokens` times, as `generate` does.
 
-        logits: [B, vocab], after the prompts. Raises as `Sampler.draw`, up to AHEAD steps later.
+        logits: [B, vocab], after the prompts. generator: of the CPU. Raises as `Sampler.draw`, up to AHEAD steps later.
         """
+        self.running = True
+        try:
+            yield from self._run(logits, tokens, generator)
+        finally:
+            self.running = False
+
+    def _run(self, logits: Tensor, tokens: int, generator: torch.Generator) -> Iterator[list[int]]:
+        draws, ended, read, count = self.draws, set[int](), 0, 1
+        self.lengths.copy_(self.caches[0].lengths)
         self._settle()
-        # steps that are tried before the capture need rows, too
-        draws = Draws(self.model, self.sampler, len(logits), tokens + WARM)
-        if draws.chances is not None:
-            # the numbers that one draw after the other would take
-            draws.chances.copy_(uniform(draws.chances.numel(), self.generator).view_as(draws.chances))
+        draws.restart()
+        draws.prepare(count, generator)
         draws.draw(logits)
-        ended, read, written, replay = set[int](), 0, 1, None
         while True:
             draws.check()
-            for row in draws.tokens[read:written].tolist():
+            for row in draws.tokens[:count].tolist():
                 yield row
                 ended |= {b for b, token in enumerate(row) if token in self.model.config.ends}
                 if len(ended) == len(row):
                     return
-            if written == tokens:
+            read += count
+            if read == tokens:
                 return
+            count = min(AHEAD, tokens - read)
+            draws.prepare(count, generator)
             # after the first token, which does not wait for the capture
-            replay = replay or self._captured(draws)
-            read, written = written, min(tokens, written + AHEAD)
-            for _ in range(written - read):
-                replay()
+            self.replay = self.replay or self._captured()
+            for _ in range(count):
+                self.replay()
 
-    def _captured(self, draws: Draws) -> Callable[[], None]:
+    def _captured(self) -> Callable[[], None]:
         def settle() -> None:
             self.lengths.copy_(self.caches[0].lengths)
             self._settle()
 
-        return repeated(self.model, self.caches, draws, [self.lengths], settle, self.backend, self.capture)
+        return repeated(self.model, self.caches, self.draws, [self.lengths], settle, self.backend, self.capture)
 
     def _settle(self) -> None:
         # an append makes new lengths; a graph needs them where it reads them
         for cache in self.caches:
             cache.lengths = self.lengths
+
+
+def steps_of(
+    model: Decoder, rows: int, capacity: int, sampler: Sampler, quantised: str | None, backend: str | None
+) -> Steps | None:
+    """Steps for `rows` sequences, with empty caches of at least `capacity` tokens; None if none are replayed.
+
+    After `compile_steps`, those of an earlier call if they fit, because a capture takes as long as many steps.
+    """
+
+    def made(capacity: int) -> Steps:
+        caches = model.make_caches(rows, capacity, quantised)
+        assert not isinstance(caches, StackCache)
+        return Steps(model, caches, sampler, backend, captured)
+
+    if not model.replayable(model.make_caches(1, 1, quantised)):
+        return None
+    if not model.steps_compiled:
+        return made(capacity)
+    # a graph reads the weights where they were
+    key = rows, sampler, quantised, backend, model.config.ends, [x.data_ptr() for x in model.parameters()]
+    old_key, steps = model.kept_steps or (None, None)
+    if steps is not None and key == old_key and not steps.running and capacity <= steps.capacity <= 2 * capacity:
+        for cache in steps.caches:
+            cache.reset()
+        return steps
+    # their memory is freed before the next ones are made
+    model.kept_steps = steps = None
+    steps = made(-(-capacity // GRAIN) * GRAIN)
+    model.kept_steps = key, steps
+    return steps
 
 
 class PagedSteps:

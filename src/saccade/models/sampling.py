@@ -12,7 +12,7 @@ from torch import Tensor
 from ..caches.contiguous import KVCache
 from .blocks import Decoder
 from .drafts import Draft, Text, speculate
-from .replay import WARM, Steps
+from .replay import WARM, steps_of
 from .sampler import Sampler
 from .states import StackCache
 
@@ -29,9 +29,11 @@ def prefill(
     chunk: int | None = None,
     backend: str | None = None,
     quantised: str | None = None,
+    into: list[KVCache] | None = None,
 ) -> tuple[Tensor, list[KVCache] | StackCache]:
-    """Fills new caches with prompts of any lengths, `chunk` tokens of each prompt at a time; None as in `generate`.
+    """Fills caches with prompts of any lengths, `chunk` tokens of each prompt at a time; None as in `generate`.
 
+    into: empty caches, by default new ones.
     Returns the logits [B, vocab] after each prompt's last token, and the caches of `capacity` tokens: one per layer,
     or one `StackCache`.
     Raises ValueError for an empty prompt or one beyond the capacity.
@@ -46,7 +48,7 @@ def prefill(
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = torch.as_tensor(prompt)
     padded, lengths = padded.to(model.device), torch.tensor(counts, dtype=torch.int32, device=model.device)
-    caches = model.make_caches(len(prompts), capacity, quantised)
+    caches = into or model.make_caches(len(prompts), capacity, quantised)
     if isinstance(caches, StackCache):
         caches.ends = lengths.long()
     last = torch.zeros(0)
@@ -121,15 +123,20 @@ def generate(
         return
     model.eval()
     generator = torch.Generator().manual_seed(seed)
-    logits, caches = prefill(model, prompts, capacity + room, chunk, backend, quantised)
+    steps = None
+    if keep is draft is None:
+        steps = steps_of(model, len(prompts), capacity + room, sampler, quantised, backend)
+    logits, caches = prefill(
+        model, prompts, capacity + room, chunk, backend, quantised, steps.caches if steps else None
+    )
     if first is not None:
         logits = allow(logits, first)
     if draft is not None and prompts:
         texts = [Text(prompt, tokens, config.ends, draft) for prompt in prompts]
         yield from speculate(model, caches, texts, logits, draft, partial(sampler.draw, generator=generator), backend)
         return
-    if keep is None and not isinstance(caches, StackCache) and model.replayable(caches):
-        yield from Steps(model, caches, sampler, generator, backend).run(logits, tokens)
+    if steps is not None:
+        yield from steps.run(logits, tokens, generator)
         return
     ends = torch.tensor(config.ends, device=model.device)
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=model.device)

@@ -34,6 +34,7 @@ from .support import missing as missing
 from .tangent import tangent as tangent
 from .tiles import LEAST, SPLIT_LEAST, tile_of
 from .tokens import append as append
+from .tokens import append_rows as append_rows
 
 if interpreted():
     from . import interpret

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ...quantised import Quantised
 from .chip import on
 from .kernels import append as kernels_append
-from .kernels.append import Angles, Config, Places, Slots, Tokens
+from .kernels.append import Angles, Config, Copied, Places, Slots, Tokens
 from .launch import PLAIN
 
 
@@ -37,4 +39,25 @@ def append(
     if n * heads:
         with on(x):
             PLAIN.run(kernels_append.append, (n * heads,), *args, heads, config, num_warps=1)
+    return True
+
+
+def append_rows(k: Tensor, v: Tensor | None, arrays: Sequence[Tensor], starts: Tensor) -> bool:
+    """Write k and v [B, T, heads, size] to the arrays of a cache, row b from slot starts[b] on, in one launch.
+
+    v: None if the values are a part of the keys. False, with nothing written, where numbers do not lie side by side.
+    """
+    new = [k] if v is None else [k, v]
+    if any(x.stride(-1) != 1 and x.shape[-1] != 1 for x in arrays):
+        return False
+    new = [x if x.stride(-1) == 1 else x.contiguous() for x in new]
+    pairs = [Copied(x, *(*x.stride()[:3], a, *a.stride()[:3])) for x, a in zip(new, arrays, strict=False)]
+    (B, T, heads), sizes = k.shape[:3], [x.shape[-1] for x in new]
+    if B * T * heads and max(sizes):
+        grid, block = (B * T * heads, len(new)), 1 << (max(sizes) - 1).bit_length()
+        with on(k):
+            PLAIN.run(
+                kernels_append.append_rows, grid, pairs[0], None if v is None else pairs[1], starts, T, heads,
+                arrays[0].shape[1], sizes[0], sizes[-1], block, num_warps=1,
+            )  # fmt: skip
     return True

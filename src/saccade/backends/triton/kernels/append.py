@@ -100,6 +100,42 @@ class Config(NamedTuple):
     INTERLEAVED: Any
 
 
+class Copied(NamedTuple):
+    """Tokens [B, T, heads, D] and the array of a cache [B, capacity, heads, D]: pointers, strides of the first axes."""
+
+    p: Any
+    b: Any
+    t: Any
+    h: Any
+    out: Any
+    out_b: Any
+    out_t: Any
+    out_h: Any
+
+
+@triton.jit
+def _copy(x, b, t, h, slot, capacity, D: tl.constexpr, BLOCK: tl.constexpr):
+    d = tl.arange(0, BLOCK)
+    row = tl.load(x.p + b * x.b + t * x.t + h * x.h + d, mask=d < D)
+    there = (d < D) & (slot >= 0) & (slot < capacity)
+    tl.store(x.out + b * x.out_b + slot * x.out_t + h * x.out_h + d, row, mask=there)
+
+
+@triton.jit
+def append_rows(k, v, starts, T, heads, capacity, D_K: tl.constexpr, D_V: tl.constexpr, BLOCK: tl.constexpr):
+    """Write token t of each row b to slot starts[b] + t, unless the cache has no such slot; v: None for a part of k.
+
+    Grid: rows x tokens x heads, k and v.
+    """
+    h, token = tl.program_id(0) % heads, tl.program_id(0) // heads
+    b, t = (token // T).to(tl.int64), token % T
+    slot = tl.load(starts + b).to(tl.int64) + t
+    if tl.program_id(1) == 0:
+        _copy(k, b, t, h, slot, capacity, D_K, BLOCK)
+    elif v is not None:
+        _copy(v, b, t, h, slot, capacity, D_V, BLOCK)
+
+
 @triton.jit
 def append(x, out, scales, places, angles, heads, config: tl.constexpr):
     """Write each row of x to its place in out; scales: Slots, or None without codes. Grid: tokens x heads."""
