@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -59,6 +60,20 @@ def test_compiled_steps_draw_what_others_draw() -> None:
     found = list(generate(model, texts, 60, Sampler(0.0)))
     # rounding may decide between almost equal logits later
     assert found[:20] == expected[:20]
+
+
+def test_kept_steps_survive_other_graphs() -> None:
+    model, texts = model_of("llama").to("cuda", torch.bfloat16), prompts(40, 3)
+    model.compile_steps()
+    expected = list(generate(model, texts, 60, Sampler(0.0)))
+    kept = model.kept_steps
+    # what torch does when it captures a graph of its own
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    filler = [torch.full((1 << 24,), torch.nan, device="cuda") for _ in range(20)]
+    assert list(generate(model, texts, 60, Sampler(0.0))) == expected
+    assert model.kept_steps is kept
+    del filler
 
 
 def test_draws_of_replayed_steps_differ_and_repeat() -> None:
@@ -116,9 +131,18 @@ def test_serving_on_a_gpu_equals_the_cpu() -> None:
 @pytest.mark.parametrize("model", ["attention", "gpt2", "hybrid", "delta"])
 def test_training_on_a_gpu_equals_the_cpu(model: str, way: dict, tmp_path: Path) -> None:
     given = {**SMALL, "model": model, "tie": True, "kv_heads": 4, **way}
-    here = [step.loss for step in Trainer(tmp_path / "cpu", {**given, "compile": False}).run()]
-    there = [step.loss for step in Trainer(tmp_path / "gpu", given, device="cuda").run()]
-    assert there == pytest.approx(here, rel=2e-2 if "dtype" in way else 2e-3)
+
+    def losses(device: str, **changes: object) -> np.ndarray:
+        folder = tmp_path / f"{device}{len(changes)}"
+        return np.array([step.loss for step in Trainer(folder, {**given, **changes}, device=device).run()])
+
+    here, there = losses("cpu", compile=False), losses("cuda")
+    if "dtype" in way:
+        # steps increase the rounding of recurrences, on the CPU as well
+        exact = losses("cpu", compile=False, dtype="float32")
+        assert np.linalg.norm(there - exact) <= 3 * np.linalg.norm(here - exact)
+    else:
+        assert there == pytest.approx(here, rel=2e-3)
     cut = Trainer(tmp_path / "cut", given, device="cuda").run()
     begun = [next(cut).loss for _ in range(4)][:3]
     cut.close()

@@ -108,6 +108,7 @@ def test_compiled_steps_draw_the_same_tokens(monkeypatch) -> None:
 
     def compile_(function, **options):
         compiled.append(function.__qualname__)
+        assert options.pop("options") == {"coordinate_descent_tuning": False}
         return torch_compile(function, backend="aot_eager", **options)
 
     torch_compile = torch.compile
@@ -138,7 +139,7 @@ def test_compiled_steps_are_kept_for_calls_that_they_fit(monkeypatch) -> None:
     expected = [drawn(*call) for call in calls]
     monkeypatch.setattr(type(model), "replayable", lambda *_: True)
     monkeypatch.setattr(replay, "captured", capture)
-    monkeypatch.setattr(replay, "fused", lambda _: nullcontext())
+    monkeypatch.setattr(replay, "fused", lambda *_: nullcontext())
     monkeypatch.setattr(replay, "GRAIN", 1)
     assert [drawn(*call) for call in calls] == expected
     assert len(captures) == len(calls)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,10 +46,13 @@ def captured(step: Callable[[], None], device: torch.device, undo: Callable[[], 
                 step()
         torch.cuda.current_stream().wait_stream(stream)
         undo()
-        graph = torch.cuda.CUDAGraph()
+        graph, forget = torch.cuda.CUDAGraph(), torch._C._cuda_clearCublasWorkspaces  # pyright: ignore[reportPrivateUsage]
+        # the graph has a workspace of products of its own: torch frees the common one when it captures another graph
+        forget()
         # calls of other threads to CUDA do not end the capture
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             step()
+        forget()
 
     def replay() -> None:
         with torch.cuda.device(device):
@@ -58,11 +62,15 @@ def captured(step: Callable[[], None], device: torch.device, undo: Callable[[], 
 
 
 @contextmanager
-def fused(model: Decoder) -> Generator[None]:
-    """While it is open, norms, projections and feed-forward layers of the model are compiled, each kind once."""
+def fused(model: Decoder, rows: int) -> Generator[None]:
+    """While it is open, norms, projections and feed-forward layers of the model are compiled, each kind once.
+
+    rows: of the products. Triton reads the weights for one row faster than cuBLAS, with tiles that torch searches for.
+    """
+    options: dict[str, Any] = {"coordinate_descent_tuning": rows == 1}
     parts = [(part, name) for part in model.modules() for kind, name in FUSED.items() if isinstance(part, kind)]
     for part, name in parts:
-        setattr(part, name, torch.compile(getattr(part, name), dynamic=False))
+        setattr(part, name, torch.compile(getattr(part, name), dynamic=False, options=options))
     try:
         yield
     finally:
@@ -151,7 +159,7 @@ def repeated(
         for x, old in zip(changing, before, strict=True):
             x.copy_(old)
 
-    with fused(model) if model.steps_compiled else nullcontext():
+    with fused(model, len(draws.token)) if model.steps_compiled else nullcontext():
         return capture(step, model.device, undo)
 
 
@@ -249,7 +257,8 @@ def steps_of(
     if not model.steps_compiled:
         return made(capacity)
     # a graph reads the weights where they were
-    key = rows, sampler, quantised, backend, model.config.ends, [x.data_ptr() for x in model.parameters()]
+    weights = [x.data_ptr() for x in (*model.parameters(), *model.buffers())]
+    key = rows, sampler, quantised, backend, model.config.ends, weights
     old_key, steps = model.kept_steps or (None, None)
     if steps is not None and key == old_key and not steps.running and capacity <= steps.capacity <= 2 * capacity:
         for cache in steps.caches:

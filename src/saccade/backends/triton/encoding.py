@@ -19,7 +19,7 @@ from ...mask.tiling import PARTIAL
 from ...plan import Part, Plan
 from .. import plan_encoding
 from ..plan_encoding import INTERVAL, RECORD, Int32, Words, longest_first
-from .chip import upload
+from .chip import held, upload
 from .kernels.masks import BAND, GENERAL, ROWS, UNION, Place
 from .on_device import EVERY_PAIR, Intervals, segments
 
@@ -46,7 +46,6 @@ class Order(NamedTuple):
     back: torch.Tensor
 
 
-_captured: dict[int, Lists] = {}
 _lists: weakref.WeakKeyDictionary[Part | Intervals, dict[Any, Lists]] = weakref.WeakKeyDictionary()
 _orders: weakref.WeakKeyDictionary[Plan, dict[torch.device, Order]] = weakref.WeakKeyDictionary()
 
@@ -58,7 +57,7 @@ def order_of(plan: Plan, device: torch.device) -> Order | None:
     orders = _orders.setdefault(plan, {})
     if device not in orders:
         orders[device] = Order(*(upload(x, device) for x in (plan.order, np.argsort(plan.order).astype(np.int32))))
-    return orders[device]
+    return held(orders[device], device)
 
 
 def of_part(
@@ -76,10 +75,7 @@ def of_part(
             mine[key] = _of_intervals(part, plan, device, tile_k)
         else:
             mine[key] = _of_host(part, plan, device, tile_k, scattered, rows)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        # the graph reads these words for as long as it lives, and plans are forgotten
-        _captured[id(mine[key])] = mine[key]
-    return mine[key]
+    return held(mine[key], device)
 
 
 def _of_host(part: Part, plan: Plan, device: torch.device, tile_k: int, scattered: bool, rows: int) -> Lists:
