@@ -128,11 +128,11 @@ def _dtype(p: Problem) -> torch.dtype:
     return getattr(torch, p.dtype)
 
 
-def _cached(plan: Plan, device: torch.device, key: Any, make: Any) -> Any:
+def _cached(plan: Plan, key: Any, make: Any) -> Any:
     cache = _derived.setdefault(plan, {})
-    if (device, key) not in cache:
-        cache[device, key] = make()
-    return held(cache[device, key], device)
+    if key not in cache:
+        cache[key] = make()
+    return cache[key]
 
 
 def forward_schedule(problem: Problem, plan: Plan, device: torch.device) -> ForwardSchedule:
@@ -143,7 +143,7 @@ def forward_schedule(problem: Problem, plan: Plan, device: torch.device) -> Forw
         assert tiles
         return schedule_for(plan, tiles, device)
 
-    return _cached(plan, device, ("forward", problem.dtype), make)
+    return held(_cached(plan, ("forward", device, problem.dtype), make), device)
 
 
 def schedule_for(plan: Plan, tiles: Tiles, device: torch.device) -> ForwardSchedule:
@@ -180,7 +180,7 @@ def backward_schedule(problem: Problem, plan: Plan, device: torch.device) -> Bac
         arrays = backward_sets(part, plain, tile.BM, tile.BN)
         return BackwardSchedule(*(None if a is None else upload(a, device) for a in arrays))
 
-    return _cached(plan, device, "backward", make)
+    return held(_cached(plan, ("backward", device), make), device)
 
 
 def run_forward(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
