@@ -90,6 +90,7 @@ DRAWINGS: dict[str, partial[Chart]] = {
     "cpu-training": partial(rates, "cpu-training", unit="tokens per second"),
     "zen4-training": partial(rates, "zen4-training", unit="tokens per second"),
     "nvidia-h200-training": partial(rates, "nvidia-h200-training", unit="tokens per second"),
+    "nvidia-h200-generation": partial(rates, "nvidia-h200-generation", unit="tokens per second", log=True),
     "cpu-methods": partial(milliseconds, "cpu-methods", log=True),
     "zen4-paged": partial(rates, "zen4-paged", unit="GB/s"),
     "zen4-patterns": partial(rates, "zen4-patterns", unit="GFLOP/s of the allowed pairs"),

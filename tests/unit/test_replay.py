@@ -151,7 +151,7 @@ def test_compiled_steps_are_kept_for_calls_that_they_fit(monkeypatch) -> None:
         counts.append(len(captures))
     # another number of prompts, shorter texts, and another temperature each need a graph of their own
     assert counts == [1, 1, 1, 2, 3, 4, 5, 5]
-    # a call beside another has caches of its own, and a copy of the model has no graph
+    # a call during another has caches of its own, and a copy of the model has no graph
     one, other = (generate(model, texts[:2], 20, Sampler(0.0)) for _ in range(2))
     assert [next(one), next(other), *zip(one, other, strict=True)][2:] == [(x, x) for x in expected[0][1:]]
     assert copy.deepcopy(model).kept_steps is None

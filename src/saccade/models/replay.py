@@ -247,7 +247,7 @@ def steps_of(
     After `compile_steps`, those of an earlier call if they fit, because a capture takes as long as many steps.
     """
 
-    def made(capacity: int) -> Steps:
+    def new_steps(capacity: int) -> Steps:
         caches = model.make_caches(rows, capacity, quantised)
         assert not isinstance(caches, StackCache)
         return Steps(model, caches, sampler, backend, captured)
@@ -255,7 +255,7 @@ def steps_of(
     if not model.replayable(model.make_caches(1, 1, quantised)):
         return None
     if not model.steps_compiled:
-        return made(capacity)
+        return new_steps(capacity)
     # a graph reads the weights where they were
     weights = [x.data_ptr() for x in (*model.parameters(), *model.buffers())]
     key = rows, sampler, quantised, backend, model.config.ends, weights
@@ -266,7 +266,7 @@ def steps_of(
         return steps
     # their memory is freed before the next ones are made
     model.kept_steps = steps = None
-    steps = made(-(-capacity // GRAIN) * GRAIN)
+    steps = new_steps(-(-capacity // GRAIN) * GRAIN)
     model.kept_steps = key, steps
     return steps
 

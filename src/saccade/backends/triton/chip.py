@@ -59,7 +59,7 @@ def on(x: torch.Tensor) -> AbstractContextManager[Any]:
 _captured: dict[int, Any] = {}
 
 
-def held(x: Any, device: torch.device) -> Any:
+def keep_captured(x: Any, device: torch.device) -> Any:
     """x, whose arrays on this device kernels read; referenced for good while a CUDA graph is captured.
 
     The graph reads them for as long as it lives, and plans are forgotten.

@@ -19,7 +19,7 @@ from ...mask.tiling import PARTIAL
 from ...plan import Part, Plan
 from .. import plan_encoding
 from ..plan_encoding import INTERVAL, RECORD, Int32, Words, longest_first
-from .chip import held, upload
+from .chip import keep_captured, upload
 from .kernels.masks import BAND, GENERAL, ROWS, UNION, Place
 from .on_device import EVERY_PAIR, Intervals, segments
 
@@ -57,7 +57,7 @@ def order_of(plan: Plan, device: torch.device) -> Order | None:
     orders = _orders.setdefault(plan, {})
     if device not in orders:
         orders[device] = Order(*(upload(x, device) for x in (plan.order, np.argsort(plan.order).astype(np.int32))))
-    return held(orders[device], device)
+    return keep_captured(orders[device], device)
 
 
 def of_part(
@@ -75,7 +75,7 @@ def of_part(
             mine[key] = _of_intervals(part, plan, device, tile_k)
         else:
             mine[key] = _of_host(part, plan, device, tile_k, scattered, rows)
-    return held(mine[key], device)
+    return keep_captured(mine[key], device)
 
 
 def _of_host(part: Part, plan: Plan, device: torch.device, tile_k: int, scattered: bool, rows: int) -> Lists:

@@ -113,7 +113,7 @@ class Replay:
             self.known[key] = _recording(call, arrays, results)
             return results
         # lists of the plan are constants of the recording
-        chip.held(recording, self.device)
+        chip.keep_captured(recording, self.device)
         new = [self.empty(x.shape, x.strides, x.dtype) for x in recording.allocations]
         for x, allocation in zip(new, recording.allocations, strict=True):
             if allocation.zero:

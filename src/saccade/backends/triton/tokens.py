@@ -10,7 +10,7 @@ from torch import Tensor
 from ...quantised import Quantised
 from .chip import on
 from .kernels import append as kernels_append
-from .kernels.append import Angles, Config, Copied, Places, Slots, Tokens
+from .kernels.append import Angles, Config, Copied, Places, Sizes, Slots, Tokens
 from .launch import PLAIN
 
 
@@ -51,13 +51,11 @@ def append_rows(k: Tensor, v: Tensor | None, arrays: Sequence[Tensor], starts: T
     if any(x.stride(-1) != 1 and x.shape[-1] != 1 for x in arrays):
         return False
     new = [x if x.stride(-1) == 1 else x.contiguous() for x in new]
-    pairs = [Copied(x, *(*x.stride()[:3], a, *a.stride()[:3])) for x, a in zip(new, arrays, strict=False)]
-    (B, T, heads), sizes = k.shape[:3], [x.shape[-1] for x in new]
-    if B * T * heads and max(sizes):
-        grid, block = (B * T * heads, len(new)), 1 << (max(sizes) - 1).bit_length()
+    pairs = [Copied(x, *(*x.stride()[:3], a, *a.stride()[:3], a.shape[1])) for x, a in zip(new, arrays, strict=False)]
+    (B, T, heads), widths = k.shape[:3], [x.shape[-1] for x in new]
+    if B * T * heads and max(widths):
+        sizes = Sizes(widths[0], widths[-1], 1 << (max(widths) - 1).bit_length())
+        both, grid = (pairs[0], None if v is None else pairs[1]), (B * T * heads, len(new))
         with on(k):
-            PLAIN.run(
-                kernels_append.append_rows, grid, pairs[0], None if v is None else pairs[1], starts, T, heads,
-                arrays[0].shape[1], sizes[0], sizes[-1], block, num_warps=1,
-            )  # fmt: skip
+            PLAIN.run(kernels_append.append_rows, grid, *both, starts, T, heads, sizes, num_warps=1)
     return True

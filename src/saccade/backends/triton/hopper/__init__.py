@@ -18,7 +18,7 @@ from ....plan_parts import Ranges
 from ....problem import OPTIONS, Problem
 from ...plan_encoding import longest_first
 from .. import versions
-from ..chip import held, interpreted, upload
+from ..chip import interpreted, keep_captured, upload
 from ..launch import AttentionLaunch
 from ..on_device import Intervals, every_pair, segments
 from . import sizes
@@ -143,7 +143,7 @@ def forward_schedule(problem: Problem, plan: Plan, device: torch.device) -> Forw
         assert tiles
         return schedule_for(plan, tiles, device)
 
-    return held(_cached(plan, ("forward", device, problem.dtype), make), device)
+    return keep_captured(_cached(plan, ("forward", device, problem.dtype), make), device)
 
 
 def schedule_for(plan: Plan, tiles: Tiles, device: torch.device) -> ForwardSchedule:
@@ -180,7 +180,7 @@ def backward_schedule(problem: Problem, plan: Plan, device: torch.device) -> Bac
         arrays = backward_sets(part, plain, tile.BM, tile.BN)
         return BackwardSchedule(*(None if a is None else upload(a, device) for a in arrays))
 
-    return held(_cached(plan, ("backward", device), make), device)
+    return keep_captured(_cached(plan, ("backward", device), make), device)
 
 
 def run_forward(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:

@@ -111,18 +111,27 @@ class Copied(NamedTuple):
     out_b: Any
     out_t: Any
     out_h: Any
+    capacity: Any
+
+
+class Sizes(NamedTuple):
+    """The constants of `append_rows`: how many numbers a row of k and one of v have, and a power of two for both."""
+
+    D: Any
+    DV: Any
+    BLOCK: Any
 
 
 @triton.jit
-def _copy(x, b, t, h, slot, capacity, D: tl.constexpr, BLOCK: tl.constexpr):
+def _copy(x, b, t, h, slot, D: tl.constexpr, BLOCK: tl.constexpr):
     d = tl.arange(0, BLOCK)
     row = tl.load(x.p + b * x.b + t * x.t + h * x.h + d, mask=d < D)
-    there = (d < D) & (slot >= 0) & (slot < capacity)
+    there = (d < D) & (slot >= 0) & (slot < x.capacity)
     tl.store(x.out + b * x.out_b + slot * x.out_t + h * x.out_h + d, row, mask=there)
 
 
 @triton.jit
-def append_rows(k, v, starts, T, heads, capacity, D_K: tl.constexpr, D_V: tl.constexpr, BLOCK: tl.constexpr):
+def append_rows(k, v, starts, T, heads, sizes: tl.constexpr):
     """Write token t of each row b to slot starts[b] + t, unless the cache has no such slot; v: None for a part of k.
 
     Grid: rows x tokens x heads, k and v.
@@ -131,9 +140,9 @@ def append_rows(k, v, starts, T, heads, capacity, D_K: tl.constexpr, D_V: tl.con
     b, t = (token // T).to(tl.int64), token % T
     slot = tl.load(starts + b).to(tl.int64) + t
     if tl.program_id(1) == 0:
-        _copy(k, b, t, h, slot, capacity, D_K, BLOCK)
+        _copy(k, b, t, h, slot, sizes.D, sizes.BLOCK)
     elif v is not None:
-        _copy(v, b, t, h, slot, capacity, D_V, BLOCK)
+        _copy(v, b, t, h, slot, sizes.DV, sizes.BLOCK)
 
 
 @triton.jit
