@@ -11,9 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
-from saccade.models import batching, replay  # noqa: E402
+from saccade.models import batching, graphs, replay  # noqa: E402
 from saccade.models.batching import serve  # noqa: E402
-from saccade.models.replay import WARM, PagedSteps, Steps  # noqa: E402
+from saccade.models.graphs import WARM  # noqa: E402
+from saccade.models.replay import PagedSteps, Steps  # noqa: E402
 from saccade.models.sampling import Sampler, generate, prefill  # noqa: E402
 
 from .small_llama import small, some_tokens  # noqa: E402
@@ -139,7 +140,7 @@ def test_compiled_steps_are_kept_for_calls_that_they_fit(monkeypatch) -> None:
     expected = [drawn(*call) for call in calls]
     monkeypatch.setattr(type(model), "replayable", lambda *_: True)
     monkeypatch.setattr(replay, "captured", capture)
-    monkeypatch.setattr(replay, "fused", lambda *_: nullcontext())
+    monkeypatch.setattr(graphs, "fused", lambda *_: nullcontext())
     monkeypatch.setattr(replay, "GRAIN", 1)
     assert [drawn(*call) for call in calls] == expected
     assert len(captures) == len(calls)

@@ -32,8 +32,7 @@ class Extras(NamedTuple):
     float64 [B, Tk, Hq]: running sums of log gates over positions. seed is the 64-bit key of the dropout. block_table is
     int32 [B, pages], for keys in pages. lengths is int32 [B], on the device: how many of the Tk keys each sequence has;
     its last query is aligned with its last key. descale has the factors of 8-bit q, k and v, float32 [H] or [B, H].
-    k_scale and v_scale are given if k and v are codes. They are bfloat16 and have the shapes of k and v, except for the
-    last dimension, which has one scale per group.
+    If k and v are codes, k_scale and v_scale are bfloat16, with one scale per group along the last dimension.
     """
 
     bias: Any = None
@@ -53,8 +52,7 @@ class Extras(NamedTuple):
 class Inputs(NamedTuple):
     """The arrays that attention reads.
 
-    q is [B, Tq, Hq, D], k is [B, Tk, Hk, D], and v is [B, Tk, Hk, Dv]; with a block table, k and v are pages
-    [n, page, Hk, D | Dv].
+    q [B, Tq, Hq, D], k [B, Tk, Hk, D], v [B, Tk, Hk, Dv]; with a block table, k and v are pages [n, page, Hk, D | Dv].
     """
 
     q: Any
@@ -93,8 +91,7 @@ class Backend(Protocol):
     THREADS: Threads | None = None
     # (x, target, scale, first, second, cos, sin, interleaved, how) -> whether it wrote what `Arrays.write` would write
     append: Callable[..., bool] | None = None
-    # (k, v or None, arrays, starts) -> whether it wrote k, v [B, T, heads, size] to arrays [B, capacity, heads, size],
-    # row b from slot starts[b] on
+    # (k, v or None, arrays, starts) -> whether it wrote what `Arrays.write_rows` would write of plain numbers
     append_rows: Callable[..., bool] | None = None
 
     def limits(self, problem: Problem) -> Limits:

@@ -137,10 +137,9 @@ class Decoder(nn.Module):
     def compile_steps(self) -> None:
         """Let torch.compile fuse what surrounds the products, in steps that an NVIDIA GPU replays for each new token.
 
-        The second new token of the first call waits some seconds for it. `generate` keeps the caches and the CUDA graph
-        of its last call, and the next call uses them again if it has as many prompts, the same options, and texts of at
-        least half the length. `generate` and `serve` say which of their steps are replayed; all other calls stay as
-        they are. Raises ValueError for a model whose steps are never replayed.
+        The second new token waits some seconds for it. `generate` keeps its caches and its CUDA graph for calls with as
+        many prompts, the same options, and texts of at least half the length. `generate` and `serve` say which of their
+        steps are replayed. Raises ValueError for a model whose steps are never replayed.
         """
         if not self.replayable(self.make_caches(1, 1)):
             raise ValueError(

@@ -12,7 +12,8 @@ from torch import Tensor
 from ..caches.contiguous import KVCache
 from .blocks import Decoder
 from .drafts import Draft, Text, speculate
-from .replay import WARM, steps_of
+from .graphs import WARM
+from .replay import steps_of
 from .sampler import Sampler
 from .states import StackCache
 
@@ -103,15 +104,8 @@ def generate(
     """
     config, longest = model.config, max((len(prompt) for prompt in prompts), default=0)
     capacity = longest + tokens
-    if keep is not None and quantised is not None:
-        raise ValueError(f"keep is {keep} and quantised {quantised!r}; expected one of them: keep rotates keys again")
     if keep is not None:
-        if model.rotation is None:
-            raise ValueError(
-                "keep is given, and the model's positions are learned or in its states, not rotary alone; leave it out"
-            )
-        if keep[0] < 0 or keep[1] < 1:
-            raise ValueError(f"keep is {keep}; expected sinks of at least 0 and a window of at least 1")
+        _check_keep(model, keep, quantised)
         capacity = min(capacity, max(longest, sum(keep)) + keep[1] // 4 + 1)
     draft, room = Draft.of(draft), WARM + 1 if model.device.type == "cuda" else 0
     if draft is not None:
@@ -123,12 +117,10 @@ def generate(
         return
     model.eval()
     generator = torch.Generator().manual_seed(seed)
-    steps = None
+    steps, room = None, capacity + room
     if keep is draft is None:
-        steps = steps_of(model, len(prompts), capacity + room, sampler, quantised, backend)
-    logits, caches = prefill(
-        model, prompts, capacity + room, chunk, backend, quantised, steps.caches if steps else None
-    )
+        steps = steps_of(model, len(prompts), room, sampler, quantised, backend)
+    logits, caches = prefill(model, prompts, room, chunk, backend, quantised, steps.caches if steps else None)
     if first is not None:
         logits = allow(logits, first)
     if draft is not None and prompts:
@@ -177,6 +169,17 @@ def check_lengths(
             )
     if first is not None and first.shape[1] > vocabulary:
         raise ValueError(f"the tokenizer has {first.shape[1]} tokens; expected at most the model's {vocabulary}")
+
+
+def _check_keep(model: Decoder, keep: tuple[int, int], quantised: str | None) -> None:
+    if quantised is not None:
+        raise ValueError(f"keep is {keep} and quantised {quantised!r}; expected one of them: keep rotates keys again")
+    if model.rotation is None:
+        raise ValueError(
+            "keep is given, and the model's positions are learned or in its states, not rotary alone; leave it out"
+        )
+    if keep[0] < 0 or keep[1] < 1:
+        raise ValueError(f"keep is {keep}; expected sinks of at least 0 and a window of at least 1")
 
 
 def allow(logits: Tensor, first: np.ndarray) -> Tensor:

@@ -25,7 +25,7 @@ try:
     import triton  # noqa: F401 # pyright: ignore[reportUnusedImport]
 except ImportError as error:
     raise Unsupported("triton", [f"it needs the package {error.name}: pip install 'saccade[triton]'"]) from error
-from . import hopper, launch, launch_backward, launch_decode, on_device, support, versions
+from . import hopper, launch, launch_backward, launch_decode, on_device, support, tokens, versions
 from .chip import chip_of, elsewhere, interpreted, multiprocessors, on
 from .replay import AttentionRecorder, Recorder, Replay
 from .support import describe as describe
@@ -33,8 +33,6 @@ from .support import explain as explain
 from .support import missing as missing
 from .tangent import tangent as tangent
 from .tiles import LEAST, SPLIT_LEAST, tile_of
-from .tokens import append as append
-from .tokens import append_rows as append_rows
 
 if interpreted():
     from . import interpret
@@ -54,6 +52,7 @@ REPLAYED = {"softcap"}
 LARGEST_HEAD, LARGEST_LATENT = 512, 576
 # frameworks pass torch tensors without converting them, also tensors on the CPU
 TAKES_TENSORS = True
+append, append_rows = tokens.append, tokens.append_rows
 DTYPES = ("float32", "bfloat16", "float16")
 
 
