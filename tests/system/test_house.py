@@ -102,6 +102,13 @@ def test_what_is_counted():
     assert sorted(whats("vague")) == ["found", "held", "made", "told"]
 
 
+def test_no_code_for_one_chip_is_linked_to_code_for_others():
+    symbols = runpy.run_path(str(ROOT / "scripts" / "symbols.py"))
+    if not any(symbols["OBJECTS"].glob("kernels_*.dir")):
+        pytest.skip("the core was not compiled in this checkout")
+    assert symbols["main"]() == 0
+
+
 def test_prose_passes_its_checker():
     if not (ROOT / ".git").exists():
         pytest.skip("the checker of prose asks git for the files")

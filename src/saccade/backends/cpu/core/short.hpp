@@ -137,16 +137,16 @@ struct ShortRows {
     for (; d + MANY * N <= width; d += MANY * N) f.template operator()<MANY>(d);
     for (; d < width; d += N) f.template operator()<1>(d);
   }
-  // for each of R rows, the sum of the other side's rows by weights: put(r, i, vector i of the numbers from d on)
+  // for each of n <= R rows, the sum of the other side's rows by weights: put(r, i, vector i of the numbers from d on)
   template <int NV, class F>
-  [[gnu::always_inline]] void weighted(const T (*weights)[SHORT], const Side& others, int64_t d, F put) {
+  [[gnu::always_inline]] void weighted(const T (*weights)[SHORT], const Side& others, int64_t d, int64_t n, F put) {
     vec<T> sums[R][NV];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
       for (int i = 0; i < NV; ++i) sums[r][i] = vec<T>{};
     const X* of_key = others.row(all.begin) + d;
-    for (int64_t j = 0, n = keys(), step = others.step; j < n; ++j, of_key += step) {
+    for (int64_t j = 0, end = keys(), step = others.step; j < end; ++j, of_key += step) {
       vec<T> x[NV];
 #pragma GCC unroll 4
       for (int i = 0; i < NV; ++i) x[i] = wide(of_key + i * N);
@@ -156,9 +156,11 @@ struct ShortRows {
         for (int i = 0; i < NV; ++i) sums[r][i] += x[i] * weights[r][j];
     }
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r)
+    for (int r = 0; r < R; ++r) {
+      if (r == n) return;
 #pragma GCC unroll 4
       for (int i = 0; i < NV; ++i) put(r, i, sums[r][i]);
+    }
   }
 };
 
@@ -188,8 +190,7 @@ struct Short : ShortRows<T, X> {
     T* const to = in_place ? reinterpret_cast<T*>(c.o.data) + out : rows;
     const int64_t step = in_place ? c.o.stride[1] : c.Dv;
     Rows::each_block(c.Dv, [&]<int NV>(int64_t d) __attribute__((always_inline)) {
-      Rows::template weighted<NV>(s, v, d, [&](int r, int i, vec<T> sum) __attribute__((always_inline)) {
-        if (r >= n) return;
+      Rows::template weighted<NV>(s, v, d, n, [&](int r, int i, vec<T> sum) __attribute__((always_inline)) {
         const vec<T> x = (sum + T(0)) * shares[r];  // no -0
         finite.see(x);
         store(to + r * step + d + i * N, x);

@@ -34,8 +34,7 @@ struct ShortBackward : ShortRows<T, T> {
     const T scale = static_cast<T>(c.scale);
     T* const to = reinterpret_cast<T*>(c.dq.data) + b * c.dq.stride[0] + t * c.dq.stride[1] + h * c.dq.stride[2];
     Rows::each_block(c.D, [&]<int NV>(int64_t d) __attribute__((always_inline)) {
-      Rows::template weighted<NV>(ds, k, d, [&](int r, int i, vec<T> sum) __attribute__((always_inline)) {
-        if (r >= n) return;
+      Rows::template weighted<NV>(ds, k, d, n, [&](int r, int i, vec<T> sum) __attribute__((always_inline)) {
         finite.see(sum);
         store(to + r * c.dq.stride[1] + d + i * N, sum * scale);
       });

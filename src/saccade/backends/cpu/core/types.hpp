@@ -137,17 +137,22 @@ struct Call {
 
   bool matrix = false;  // products use matrix registers
 
+  // Always inline: a copy compiled for one instruction set could be linked to code for another.
   // scores are only products
-  bool plain() const { return softcap == 0 && !bias.data && !distances.data && !slopes && !gates.data; }
+  [[gnu::always_inline]] bool plain() const {
+    return softcap == 0 && !bias.data && !distances.data && !slopes && !gates.data;
+  }
   // whether the pairs are few enough to spend more time on each
-  bool few() const { return !range && Tq * Tk <= 64 * 64; }
+  [[gnu::always_inline]] bool few() const { return !range && Tq * Tk <= 64 * 64; }
   // whether the lse of a row is so large that it has lost the logarithm of the sum, e.g. if every bias is -1e9
-  bool absorbs(int64_t row) const { return __builtin_fabs(rows[2 * row]) > (q.dtype == DType::f64 ? 0x1p48 : 0x1p20); }
-  bool wants_more() const { return max || entropy; }
+  [[gnu::always_inline]] bool absorbs(int64_t row) const {
+    return __builtin_fabs(rows[2 * row]) > (q.dtype == DType::f64 ? 0x1p48 : 0x1p20);
+  }
+  [[gnu::always_inline]] bool wants_more() const { return max || entropy; }
   // numbers of a row's partial result: sums, m, l, and for more results u of forward.hpp and the exact maximum; ordered
   // decode pads the sums to vectors, of at most 16 numbers
-  int64_t partial_width() const { return Dv + (range ? 17 : wants_more() ? 4 : 2); }
-  int64_t chain() const { return few() ? CHAIN / 4 : CHAIN; }  // of sums over a head dimension
+  [[gnu::always_inline]] int64_t partial_width() const { return Dv + (range ? 17 : wants_more() ? 4 : 2); }
+  [[gnu::always_inline]] int64_t chain() const { return few() ? CHAIN / 4 : CHAIN; }  // of sums over a head dimension
 };
 
 // tokens into rows (first[i], second[i]) of an array; tokens whose second is negative are skipped
