@@ -259,11 +259,12 @@ def of_selected(
 
 
 def of_append(kind: str, chip: str = "sm_90") -> dict[str, Taken]:
-    """The resources of writing rotated tokens into a cache of codes."""
+    """The resources of writing rotated tokens into a cache of codes, and others into rows."""
     cache = PagedKVCache(4, 16, 2, 128, dtype=torch.bfloat16, quantised=kind)
     x, at, turn = torch.empty(4, 2, 128, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64), torch.zeros(4, 64)
     with recorded(chip) as found:
         assert tokens.append(x, cache.k, cache.k_scale, at, at, turn, turn, False, cache.quantised)
+        assert tokens.append_rows(x[None], x[None, ..., :96], [x[None], x[None, ..., :96]], at[:1].int())
     return found
 
 
