@@ -6,6 +6,7 @@ Run by `make test-gpu`.
 from __future__ import annotations
 
 import argparse
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,9 @@ def test_kept_steps_survive_other_graphs() -> None:
     filler = [torch.full((1 << 24,), torch.nan, device="cuda") for _ in range(20)]
     assert list(generate(model, texts, 60, Sampler(0.0))) == expected
     assert model.kept_steps is kept
-    del filler
+    alive = weakref.ref(model)
+    del filler, model, kept
+    assert alive() is None
 
 
 def test_draws_of_replayed_steps_differ_and_repeat() -> None:

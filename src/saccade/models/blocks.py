@@ -57,9 +57,9 @@ class Decoder(nn.Module):
     rotation: dict[str, Any] | None = None
     # `summed_losses`, which a training run compiles
     summed: Callable[[Tensor, Tensor], Tensor] = staticmethod(summed_losses)
-    # whether `compile_steps` was called, and the steps that `generate` then keeps, with what they depend on
+    # whether `compile_steps` was called, and the steps of `replay.py` that `generate` then keeps
     steps_compiled = False
-    kept_steps: tuple[Any, Any] | None = None
+    kept_steps: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy of a graph would read the weights of this model

@@ -6,7 +6,9 @@ for each generator that a graph knows, torch starts two kernels in every replay.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,12 +43,22 @@ class Steps:
         backend: str | None = None,
         capture: Capture = captured,
     ) -> None:
-        self.model, self.caches, self.backend, self.capture = model, caches, backend, capture
+        self.caches, self.backend, self.capture = caches, backend, capture
+        # a model that keeps these steps is freed at once
+        self._model = weakref.ref(model)
         # all layers have stored the same tokens
         self.lengths = caches[0].lengths.clone()
         self.draws = Draws(model, sampler, len(self.lengths), AHEAD)
         self.replay: Callable[[], None] | None = None
-        self.running = False
+        # what they depend on, if the model keeps them after a run
+        self.key: Any = None
+
+    @property
+    def model(self) -> Decoder:
+        """The model, which the caller of a run refers to."""
+        model = self._model()
+        assert model is not None
+        return model
 
     @property
     def capacity(self) -> int:
@@ -59,11 +71,11 @@ class Steps:
 
         logits: [B, vocab], after the prompts. generator: of the CPU. Raises as `Sampler.draw`, up to AHEAD steps later.
         """
-        self.running = True
         try:
             yield from self._run(logits, tokens, generator)
         finally:
-            self.running = False
+            if self.key is not None:
+                self.model.kept_steps = self
 
     def _run(self, logits: Tensor, tokens: int, generator: torch.Generator) -> Iterator[list[int]]:
         draws, ended, read, count = self.draws, set[int](), 0, 1
@@ -122,15 +134,16 @@ def steps_of(
     # a graph reads the weights where they were
     weights = [x.data_ptr() for x in (*model.parameters(), *model.buffers())]
     key = rows, sampler, quantised, backend, model.config.ends, weights
-    old_key, steps = model.kept_steps or (None, None)
-    if steps is not None and key == old_key and not steps.running and capacity <= steps.capacity <= 2 * capacity:
+    # taken from the model, so that no other call has them at the same time
+    steps = vars(model).pop("kept_steps", None)
+    if steps is not None and steps.key == key and capacity <= steps.capacity <= 2 * capacity:
         for cache in steps.caches:
             cache.reset()
         return steps
     # their memory is freed before the next ones are made
-    model.kept_steps = steps = None
+    steps = None
     steps = new_steps(-(-capacity // GRAIN) * GRAIN)
-    model.kept_steps = key, steps
+    steps.key = key
     return steps
 
 
