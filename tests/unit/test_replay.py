@@ -163,5 +163,10 @@ def test_compiled_steps_are_kept_for_calls_that_they_fit(monkeypatch) -> None:
         model.model.norm.weight = torch.nn.Parameter(torch.flip(model.model.norm.weight, [0]) * torch.rand(48))
     found = drawn(texts[:2])
     assert len(captures) == 1
+    # shorter texts than a cache has room for at least
+    monkeypatch.setattr(replay, "GRAIN", 256)
+    captures.clear()
+    assert drawn([texts[0][:3]], 5) == drawn([texts[0][:3]], 5)
+    assert len(captures) == 1
     model.steps_compiled = False
     assert found == drawn(texts[:2])

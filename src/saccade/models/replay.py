@@ -114,37 +114,33 @@ class Steps:
             cache.lengths = self.lengths
 
 
-def steps_of(
+def caches_of(
     model: Decoder, rows: int, capacity: int, sampler: Sampler, quantised: str | None, backend: str | None
-) -> Steps | None:
-    """Steps for `rows` sequences, with empty caches of at least `capacity` tokens; None if none are replayed.
+) -> tuple[list[KVCache] | StackCache, Steps | None]:
+    """Empty caches of at least `capacity` tokens for `rows` sequences, and the steps that read them if a GPU can.
 
     After `compile_steps`, those of an earlier call if they fit, because a capture takes as long as many steps.
     """
-
-    def new_steps(capacity: int) -> Steps:
-        caches = model.make_caches(rows, capacity, quantised)
-        assert not isinstance(caches, StackCache)
-        return Steps(model, caches, sampler, backend, captured)
-
-    if not model.replayable(model.make_caches(1, 1, quantised)):
-        return None
-    if not model.steps_compiled:
-        return new_steps(capacity)
-    # a graph reads the weights where they were
-    weights = [x.data_ptr() for x in (*model.parameters(), *model.buffers())]
-    key = rows, sampler, quantised, backend, model.config.ends, weights
-    # taken from the model, so that no other call has them at the same time
-    steps = vars(model).pop("kept_steps", None)
-    if steps is not None and steps.key == key and capacity <= steps.capacity <= 2 * capacity:
-        for cache in steps.caches:
-            cache.reset()
-        return steps
-    # their memory is freed before the next ones are made
-    steps = None
-    steps = new_steps(-(-capacity // GRAIN) * GRAIN)
+    key = None
+    if model.steps_compiled:
+        # a graph reads the weights where they were
+        weights = [x.data_ptr() for x in (*model.parameters(), *model.buffers())]
+        key = rows, sampler, quantised, backend, model.config.ends, weights
+        capacity = -(-capacity // GRAIN) * GRAIN
+        # taken from the model, so that no other call has them at the same time
+        kept = vars(model).pop("kept_steps", None)
+        if kept is not None and kept.key == key and capacity <= kept.capacity <= 2 * capacity:
+            for cache in kept.caches:
+                cache.reset()
+            return kept.caches, kept
+        # their memory is freed before the next ones are made
+        del kept
+    caches = model.make_caches(rows, capacity, quantised)
+    if isinstance(caches, StackCache) or not model.replayable(caches):
+        return caches, None
+    steps = Steps(model, caches, sampler, backend, captured)
     steps.key = key
-    return steps
+    return caches, steps
 
 
 class PagedSteps:

@@ -13,7 +13,7 @@ from ..caches.contiguous import KVCache
 from .blocks import Decoder
 from .drafts import Draft, Text, speculate
 from .graphs import WARM
-from .replay import steps_of
+from .replay import caches_of
 from .sampler import Sampler
 from .states import StackCache
 
@@ -30,7 +30,7 @@ def prefill(
     chunk: int | None = None,
     backend: str | None = None,
     quantised: str | None = None,
-    into: list[KVCache] | None = None,
+    into: list[KVCache] | StackCache | None = None,
 ) -> tuple[Tensor, list[KVCache] | StackCache]:
     """Fills caches with prompts of any lengths, `chunk` tokens of each prompt at a time; None as in `generate`.
 
@@ -49,7 +49,7 @@ def prefill(
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = torch.as_tensor(prompt)
     padded, lengths = padded.to(model.device), torch.tensor(counts, dtype=torch.int32, device=model.device)
-    caches = into or model.make_caches(len(prompts), capacity, quantised)
+    caches = model.make_caches(len(prompts), capacity, quantised) if into is None else into
     if isinstance(caches, StackCache):
         caches.ends = lengths.long()
     last = torch.zeros(0)
@@ -117,10 +117,10 @@ def generate(
         return
     model.eval()
     generator = torch.Generator().manual_seed(seed)
-    steps, room = None, capacity + room
+    caches, steps, room = None, None, capacity + room
     if keep is draft is None:
-        steps = steps_of(model, len(prompts), room, sampler, quantised, backend)
-    logits, caches = prefill(model, prompts, room, chunk, backend, quantised, steps.caches if steps else None)
+        caches, steps = caches_of(model, len(prompts), room, sampler, quantised, backend)
+    logits, caches = prefill(model, prompts, room, chunk, backend, quantised, caches)
     if first is not None:
         logits = allow(logits, first)
     if draft is not None and prompts:
