@@ -60,8 +60,8 @@ def _backward(q, k, v, do, stat, dk, dv, sums, counts, schedule, mask, scores, s
     place = inner // width
     bh = of * section + inner % width
     b, hk = bh // Hk, bh % Hk
-    cell = place + (b * N if CONFIG.LISTS_B else 0)
-    n, long = place, 0
+    n, long = N - 1 - place if CONFIG.UP and CONFIG.ORDERED else place, 0
+    cell = n + (b * N if CONFIG.LISTS_B else 0)
     LONG: gl.constexpr = schedule.order is not None
     if LONG:
         # key tiles with long lists have ranks and sums of their own
@@ -119,7 +119,7 @@ def _backward(q, k, v, do, stat, dk, dv, sums, counts, schedule, mask, scores, s
             [
                 (by_keys.compute, (0, work, pipeline, Mask(*mask, CONFIG.NB), scores, (dk, dv), CONFIG)),
                 (by_keys.compute, (1, work, pipeline, Mask(*mask, CONFIG.NB), scores, (dk, dv), CONFIG)),
-                (load, (copied, block, schedule, pipeline, 0, G)),
+                (load, (copied, block, schedule, pipeline, 0, CONFIG)),
                 (by_keys.add_in_order, (0, work, pipeline, sums, queue, CONFIG)),
                 (by_keys.add_in_order, (1, work, pipeline, sums, queue, CONFIG)),
             ],
@@ -133,7 +133,7 @@ def _backward(q, k, v, do, stat, dk, dv, sums, counts, schedule, mask, scores, s
         gl.warp_specialize(
             [
                 (by_columns.compute, (block, schedule, pipeline, Mask(*mask, CONFIG.NB), scores, gradients, CONFIG)),
-                (load, (copied, block, schedule, pipeline, 1, G)),
+                (load, (copied, block, schedule, pipeline, 1, CONFIG)),
                 (by_columns.keep_order, (0, block, schedule, pipeline, counts, place, CONFIG)),
                 (by_columns.keep_order, (1, block, schedule, pipeline, counts, place, CONFIG)),
             ],
@@ -202,7 +202,8 @@ def backward(
     mask = lists.bands, lists.row_lo, lists.row_hi
     bands_b, rows_b = (x is not None and x.shape[0] > 1 for x in mask[:2])
     lists_b = len(schedule.ptr) - 1 > N
-    rest = p.G, lists.bands.shape[1], lists_b, bands_b, rows_b, blocks, p.deterministic, wide
+    up = not (p.deterministic and call.plan.parts[0].masks)
+    rest = p.G, lists.bands.shape[1], lists_b, bands_b, rows_b, blocks, p.deterministic, wide, up
     config = Config(stages, p.D, p.Dv, *rest)
     scores, sizes = (
         Scores(p.scores.scale, p.scores.softcap or None),

@@ -52,7 +52,8 @@ class Config(NamedTuple):
 
     D, DV: numbers of a row of q and k, and of v. G: query heads per key head. NB: bands. LISTS_B, BANDS_B, ROWS_B:
     whether batch entries have lists, bands and row intervals of their own. BLOCKS: a tile may have 64 keys inside a
-    block of the mask and 64 outside. ORDERED: dQ is added in a fixed order. WIDE: dk and dv are float32.
+    block of the mask and 64 outside. ORDERED: dQ is added in a fixed order. WIDE: dk and dv are float32. UP: a key tile
+    visits its row tiles in ascending order; if ORDERED, key tiles then start in descending order.
     """
 
     STAGES: int
@@ -66,6 +67,7 @@ class Config(NamedTuple):
     BLOCKS: bool
     ORDERED: bool
     WIDE: bool
+    UP: bool
 
 
 @gluon.jit
@@ -84,7 +86,7 @@ def store_float32(out, x, first, block, Tk, G: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def load(inputs, block, schedule, pipeline, EXTRA: gl.constexpr, G: gl.constexpr):
+def load(inputs, block, schedule, pipeline, EXTRA: gl.constexpr, CONFIG: gl.constexpr):
     """One warp: loads K and V once, then Q, dO, lse and delta of every step and of EXTRA more, which are not used."""
     q, k, v, do, stat = inputs
     rows = pipeline.rows
@@ -94,9 +96,9 @@ def load(inputs, block, schedule, pipeline, EXTRA: gl.constexpr, G: gl.constexpr
     mbarrier.expect(pipeline.kv_full, k.block_type.nbytes + v.block_type.nbytes)
     async_load(k, [block.b, block.n * BN, block.hk, 0], pipeline.kv_full, pipeline.k.index(0))
     async_load(v, [block.b, block.n * BN, block.hk, 0], pipeline.kv_full, pipeline.v.index(0))
-    tile, steps = first_tile(block, schedule, G, 1)
+    tile, steps = first_tile(block, schedule, CONFIG.G, CONFIG.UP, 1)
     for i in range(steps + EXTRA):
-        h = block.hk * G + tile.g
+        h = block.hk * CONFIG.G + tile.g
         stage = wait_empty(rows, i)
         full = rows.full.index(stage)
         mbarrier.expect(full, q.block_type.nbytes + do.block_type.nbytes + stat.block_type.nbytes)
@@ -104,4 +106,4 @@ def load(inputs, block, schedule, pipeline, EXTRA: gl.constexpr, G: gl.constexpr
         at = ((block.b * block.Hq + h) * block.M + tile.m) * 2 * BM
         async_load(stat, [at], full, stat_s.index(stage))
         async_load(do, [block.b, tile.m * BM, h, 0], full, do_s.index(stage))
-        tile = next_tile(tile)
+        tile = next_tile(tile, CONFIG.UP)

@@ -125,14 +125,16 @@ def schedule_of_ranges(ranges: Ranges, batch: int, rows: int, tile_q: int) -> Ba
 
 
 def schedule_of_intervals(part: Intervals, tile_k: int, tile_q: int) -> BackwardSchedule:
-    """The schedule from intervals on the device that leave out no key; their ends never decrease: one run per tile."""
-    ptr, seg, stops = segments(part, tile_k, tile_q, of_keys=True)
-    # key tiles visit row tile m from the first that ends after its start to the last that starts before its end
-    (Bm, N), M = stops.shape, -(-part.lo.shape[1] // tile_q)
-    ranks = stops.new_empty((Bm * M, 2))
-    with on(stops):
-        lists.turns[triton.cdiv(M, 256), Bm](stops, ranks, N, M, BLOCK=256)
-    return BackwardSchedule(ptr, seg, _counted(Bm * M + 1, stops.device), ranks)
+    """The schedule from intervals on the device that leave out no key; their ends never decrease: one run per tile.
+
+    Key tile n has place N - 1 - n.
+    """
+    ptr, seg, begins = segments(part, tile_k, tile_q, of_keys=True)
+    (Bm, N), M = begins.shape, -(-part.lo.shape[1] // tile_q)
+    ranks = begins.new_empty((Bm * M, 2))
+    with on(begins):
+        lists.turns[triton.cdiv(M, 256), Bm](begins, ranks, N, M, BLOCK=256)
+    return BackwardSchedule(ptr, seg, _counted(Bm * M + 1, begins.device), ranks)
 
 
 @lru_cache(maxsize=64)

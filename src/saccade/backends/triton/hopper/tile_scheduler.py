@@ -73,7 +73,7 @@ class KeyBlock(NamedTuple):
 class RowTile(NamedTuple):
     """The row tile of a step.
 
-    Segment s of [first, last) in seg; row tile m of the segment, its lowest row tile, its kind; query head g of G.
+    Segment s of [first, last) in seg; row tile m of the segment, its final row tile, its kind; query head g of G.
     """
 
     seg: Any
@@ -81,14 +81,24 @@ class RowTile(NamedTuple):
     last: Any
     s: Any
     m: Any
-    low: Any
+    final: Any
     kind: Any
     g: Any
 
 
 @gluon.jit
-def first_tile(block, schedule, G: gl.constexpr, WARPS: gl.constexpr):
-    """The first row tile that a key tile visits, and the number of steps."""
+def _segment(seg, s, UP: gl.constexpr):
+    # the first and the final row tile of segment s, and its kind
+    low, high, kind = gl.load(seg + 3 * s), gl.load(seg + 3 * s + 1), gl.load(seg + 3 * s + 2)
+    if UP:
+        return low, high - 1, kind
+    else:
+        return high - 1, low, kind
+
+
+@gluon.jit
+def first_tile(block, schedule, G: gl.constexpr, UP: gl.constexpr, WARPS: gl.constexpr):
+    """The first row tile that a key tile visits, and the number of steps; UP: row tiles follow in ascending order."""
     seg = schedule.seg
     first, last = gl.load(schedule.ptr + block.cell), gl.load(schedule.ptr + block.cell + 1)
     # a mask of blocks has dozens of segments: the lanes of a warp count their tiles, in every warp
@@ -97,24 +107,28 @@ def first_tile(block, schedule, G: gl.constexpr, WARPS: gl.constexpr):
     for s in range(first, last, 32):
         at, inside = seg + 3 * (s + lane), s + lane < last
         tiles += gl.sum(gl.load(at + 1, inside, 0) - gl.load(at, inside, 0), 0)
-    s = gl.maximum(last - 1, 0)
-    low, high, kind = gl.load(seg + 3 * s), gl.load(seg + 3 * s + 1), gl.load(seg + 3 * s + 2)
+    # a key tile without segments reads one and does not use it
+    final = gl.maximum(last - 1, 0)
+    s = gl.minimum(first, final) if UP else final
+    m, end, kind = _segment(seg, s, UP)
     g = 0
-    return RowTile(seg, first, last, s, high - 1, low, kind, g), tiles * G
+    return RowTile(seg, first, last, s, m, end, kind, g), tiles * G
 
 
 @gluon.jit
-def next_tile(tile):
-    """The row tile below, else the last one of the previous segment, else the first one of the next query head."""
-    seg, first, last, s, m, low, kind, g = tile
-    m -= 1
-    if m < low:
-        s -= 1
-        if s < first:
-            s = gl.maximum(last - 1, 0)
+def next_tile(tile, UP: gl.constexpr):
+    """The next row tile of the segment, else the first one of the next segment, else that of the next query head."""
+    seg, first, last, s, m, end, kind, g = tile
+    STEP: gl.constexpr = 1 if UP else -1
+    if m == end:
+        s += STEP
+        if (s < first) | (s >= last):
+            s = gl.minimum(first, gl.maximum(last - 1, 0)) if UP else gl.maximum(last - 1, 0)
             g += 1
-        low, m, kind = gl.load(seg + 3 * s), gl.load(seg + 3 * s + 1) - 1, gl.load(seg + 3 * s + 2)
-    return RowTile(seg, first, last, s, m, low, kind, g)
+        m, end, kind = _segment(seg, s, UP)
+    else:
+        m += STEP
+    return RowTile(seg, first, last, s, m, end, kind, g)
 
 
 @gluon.jit

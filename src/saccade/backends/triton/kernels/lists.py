@@ -26,7 +26,7 @@ class Intervals(NamedTuple):
 
 class Lists(NamedTuple):
     """Outputs of `segments`, int32: count [Bm, n_tiles]; seg [.., 3, 3]; extent [Bm, n_tiles]: for row tiles the number
-    of keys that each visits, last tile first; for key tiles the end of each."""
+    of keys that each visits, last tile first; for key tiles the first row tile of each."""
 
     count: Any
     seg: Any
@@ -126,7 +126,7 @@ def segments(intervals, out, rows, n, n_tiles, config: tl.constexpr):
     third = second + (full < stop).to(tl.int32)
     tl.store(out.count + cell, third + (stop < end).to(tl.int32))
     if OF_KEYS:
-        tl.store(out.extent + cell, end)
+        tl.store(out.extent + cell, begin)
     else:
         tl.store(out.extent + b * n_tiles + n_tiles - 1 - tile, end - begin)
     seg = out.seg + 9 * cell
@@ -163,14 +163,14 @@ def pack(count, spread, ptr, seg, cells, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n_keys", "n_rows"])
-def turns(ends, turn, n_keys, n_rows, BLOCK: tl.constexpr):
-    """Fill turn int32 [Bm, n_rows, 2]: the first key tile that visits a row tile, and its negative; ends: of key tiles.
+def turns(begins, turn, n_keys, n_rows, BLOCK: tl.constexpr):
+    """Fill turn int32 [Bm, n_rows, 2]: the place of the last key tile that visits a row tile, and its negative.
 
-    Grid: blocks of n_rows, Bm.
+    Key tile n has place n_keys - 1 - n. begins [Bm, n_keys]: the first row tile of each. Grid: blocks of n_rows, Bm.
     """
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b = tl.program_id(1)
-    first = _first_above(ends + b * n_keys, m, n_keys, False)
+    place = n_keys - _first_above(begins + b * n_keys, m, n_keys, False)
     at = turn + 2 * (b * n_rows + m)
-    tl.store(at, first, mask=m < n_rows)
-    tl.store(at + 1, -first, mask=m < n_rows)
+    tl.store(at, place, mask=m < n_rows)
+    tl.store(at + 1, -place, mask=m < n_rows)
