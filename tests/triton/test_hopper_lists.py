@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 
 import numpy as np
@@ -16,7 +17,7 @@ from saccade.backends.triton.hopper.backward import IN_BLOCKS, TILES, section_of
 from saccade.backends.triton.hopper.schedule import schedule_of_ranges
 from saccade.backends.triton.hopper.tiles import known_tiles
 from saccade.backends.triton.support import explain
-from saccade.mask import causal, parse
+from saccade.mask import causal, parse, ranges
 from saccade.mask.tiling import FULL
 from saccade.plan import Limits, make_plan
 from saccade.problem import OPTIONS, Problem, Scores
@@ -71,6 +72,17 @@ def test_taken(mask) -> None:
 def test_declined(reason, mask, more) -> None:
     reasons = hopper.why_not(*planned(mask, **more), "sm_90")
     assert any(reason in one for one in reasons), reasons
+
+
+def test_intervals_that_go_back_are_declined() -> None:
+    t = np.arange(777)
+    p, _ = planned("")
+    for start, expected in (
+        (t // 100, []),
+        (300 - t // 100, ["the ends of the mask's row intervals decrease somewhere"]),
+    ):
+        one = replace(p, mask=ranges(start, np.full(777, 777)))
+        assert hopper.why_not(one, make_plan(one, LIMITS), "sm_90") == expected
 
 
 def test_other_chips_and_several_reasons() -> None:
@@ -168,6 +180,10 @@ def test_the_bands_of_a_tile(mask, D, long, monkeypatch) -> None:
     assert (covered == seen).all()
     schedule, tile = hopper.backward_schedule(p, plan, torch.device("cpu")), tile_of(D, bool(low.grids))
     N = -(-p.Tk // tile.BN)
+    assert (schedule.key_lo is None) == (not low.rows)
+    for rows in low.rows:
+        inside = (t >= schedule.key_lo.numpy()) & (t < schedule.key_hi.numpy())
+        assert (inside == (j >= rows.lo.T) & (j < rows.hi.T)).all()
     covered = np.zeros_like(seen)
     for place in range(N):
         n = place if schedule.order is None else int(schedule.order[place]) % SCHEDULE.LONG_BIT

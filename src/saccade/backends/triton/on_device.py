@@ -7,7 +7,7 @@ padding: a row sees one interval of keys, whose ends never decrease from row to 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,6 +51,16 @@ class Intervals:
     def Bm(self) -> int:
         """1 or the batch size."""
         return self.lo.shape[0]
+
+    @cached_property
+    def rows_of_keys(self) -> tuple[Tensor, Tensor]:
+        """The rows [lo, hi) that see each key, int32 [Bm, Tk]."""
+        (Bm, Tq), Tk = self.lo.shape, self.Tk
+        lo, hi = (self.lo.new_empty((Bm, Tk)) for _ in range(2))
+        rows, keys = kernels.Intervals(self.lo, self.hi), kernels.Intervals(lo, hi)
+        with on(self.lo):
+            lists.rows_of_keys[triton.cdiv(Tk, 256), Bm](rows, keys, Tq, Tk, BLOCK=256)
+        return lo, hi
 
     @property
     def nq(self) -> Any:
@@ -259,8 +269,9 @@ def segments(part: Intervals, tile: int, quantum: int, *, of_keys: bool = False)
     cells = Bm * n_tiles
     count, extent, spread, seg, ptr = new(cells), new(Bm, n_tiles), new(cells, 3, 3), new(3 * cells, 3), new(cells + 1)
     config = kernels.Config(tile, min(1024, triton.next_power_of_2(tile)), quantum, of_keys)
+    intervals = kernels.Intervals(*part.rows_of_keys if of_keys else (part.lo, part.hi))
+    out = kernels.Lists(count, spread, extent)
     with on(part.lo):
-        intervals, out = kernels.Intervals(part.lo, part.hi), kernels.Lists(count, spread, extent)
         lists.segments[n_tiles, Bm](intervals, out, rows, n, n_tiles, config)
         lists.pack[(1,)](count, spread, ptr, seg, cells, BLOCK=256)
     return Segments(ptr, seg, extent)

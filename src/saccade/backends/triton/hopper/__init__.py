@@ -28,6 +28,7 @@ from .schedule import (
     ForwardSchedule,
     TileLists,
     long_ones,
+    rows_of_keys,
     schedule_of_intervals,
     schedule_of_ranges,
 )
@@ -99,6 +100,8 @@ def _by_mask(p: Problem, plan: Plan, low: Lowered) -> list[str]:
         or len(set(uses[:, ROWS_IN])) > 1
     ):
         return ["the bands of the mask differ in their row intervals"]
+    if not all(r.monotone for r in low.rows):
+        return ["the ends of the mask's row intervals decrease somewhere"]
     if not all_seen(plan.parts[0], tiles.BM, tiles.BN, p.Tq, p.Tk):
         return ["some query sees no key, or some key is seen by no query: such rows may contain NaN"]
     return []
@@ -178,6 +181,9 @@ def backward_schedule(problem: Problem, plan: Plan, device: torch.device) -> Bac
             return schedule_of_intervals(part, tile.BN, tile.BM)
         plain = schedule_of_ranges(part.transposed(tile.BN, tile.BM), part.Bm, plan.Tq, tile.BM)
         arrays = backward_sets(part, plain, tile.BM, tile.BN)
+        if rows := part.masks[0].rows:
+            key_lo, key_hi = rows_of_keys(rows[0], plan.Tk)
+            arrays = arrays._replace(key_lo=key_lo, key_hi=key_hi)
         return BackwardSchedule(*(None if a is None else upload(a, device) for a in arrays))
 
     return keep_captured(_cached(plan, ("backward", device), make), device)

@@ -30,7 +30,7 @@ from ..launch import Array, AttentionLaunch, array
 from . import backward_by_columns as by_columns
 from . import backward_by_keys as by_keys
 from .backward_pipeline import BackwardPipeline, Config, load
-from .masking import Mask
+from .masking import MaskOfKeys
 from .pipeline import Ring
 from .schedule import BackwardSchedule, ForwardSchedule
 from .sizes import size_of
@@ -41,10 +41,10 @@ from .tiles import padded
 
 
 @gluon.jit
-def _backward(q, k, v, do, stat, dk, dv, sums, counts, schedule, mask, scores, sizes, CONFIG: gl.constexpr):
+def _backward(q, k, v, do, stat, dk, dv, sums, counts, schedule, bands, scores, sizes, CONFIG: gl.constexpr):
     """Grid: one CTA for each (key tile, key head, batch entry); tickets go by place within `section` heads."""
-    bands, row_lo, row_hi = mask
-    B, Hk, Tq, Tk, M, N, section = sizes
+    B, Hk, Tk, M, N, section = sizes
+    key_lo, key_hi = schedule.key_lo, schedule.key_hi
     STAGES: gl.constexpr = CONFIG.STAGES
     G: gl.constexpr = CONFIG.G
     BM: gl.constexpr = q.block_shape[1]
@@ -60,8 +60,8 @@ def _backward(q, k, v, do, stat, dk, dv, sums, counts, schedule, mask, scores, s
     place = inner // width
     bh = of * section + inner % width
     b, hk = bh // Hk, bh % Hk
-    n, long = N - 1 - place if CONFIG.UP and CONFIG.ORDERED else place, 0
-    cell = n + (b * N if CONFIG.LISTS_B else 0)
+    cell = place + (b * N if CONFIG.LISTS_B else 0)
+    n, long = place, 0
     LONG: gl.constexpr = schedule.order is not None
     if LONG:
         # key tiles with long lists have ranks and sums of their own
@@ -73,8 +73,8 @@ def _backward(q, k, v, do, stat, dk, dv, sums, counts, schedule, mask, scores, s
     if CONFIG.BANDS_B:
         bands += b * CONFIG.NB * 8
     if CONFIG.ROWS_B:
-        row_lo += b.to(gl.int64) * Tq
-        row_hi += b.to(gl.int64) * Tq
+        key_lo += b.to(gl.int64) * Tk
+        key_hi += b.to(gl.int64) * Tk
 
     q_s = gl.allocate_shared_memory(dtype, [STAGES] + q.block_shape, q.layout)
     do_s = gl.allocate_shared_memory(dtype, [STAGES] + do.block_shape, do.layout)
@@ -102,8 +102,8 @@ def _backward(q, k, v, do, stat, dk, dv, sums, counts, schedule, mask, scores, s
     rows = Ring((q_s, do_s, stat_s), full, empty)
     schedule = BackwardSchedule(schedule.ptr, schedule.seg, rank_ptr, schedule.ranks, schedule.order)
     block, copied = KeyBlock(cell, b, hk, n, Hk * G, M), (q, k, v, do, stat)
-    mask = (bands, 0, row_lo, row_hi, 0, Tq, Tk)
-    # a Mask is not built in a variable, because Triton would turn the constant NB into a runtime number
+    mask = bands, key_lo, key_hi, Tk
+    # a MaskOfKeys is not built in a variable, because Triton would turn the constant NB into a runtime number
     if BY_KEYS:
         dq_s = gl.allocate_shared_memory(gl.float32, [2] + sums.block_shape, sums.layout)
         ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
@@ -117,8 +117,8 @@ def _backward(q, k, v, do, stat, dk, dv, sums, counts, schedule, mask, scores, s
         work, queue = (block, schedule), (counts, start, place)
         gl.warp_specialize(
             [
-                (by_keys.compute, (0, work, pipeline, Mask(*mask, CONFIG.NB), scores, (dk, dv), CONFIG)),
-                (by_keys.compute, (1, work, pipeline, Mask(*mask, CONFIG.NB), scores, (dk, dv), CONFIG)),
+                (by_keys.compute, (0, work, pipeline, MaskOfKeys(*mask, CONFIG.NB), scores, (dk, dv), CONFIG)),
+                (by_keys.compute, (1, work, pipeline, MaskOfKeys(*mask, CONFIG.NB), scores, (dk, dv), CONFIG)),
                 (load, (copied, block, schedule, pipeline, 0, CONFIG)),
                 (by_keys.add_in_order, (0, work, pipeline, sums, queue, CONFIG)),
                 (by_keys.add_in_order, (1, work, pipeline, sums, queue, CONFIG)),
@@ -132,7 +132,10 @@ def _backward(q, k, v, do, stat, dk, dv, sums, counts, schedule, mask, scores, s
         gradients = sums + start.to(gl.int64) * (BM * CONFIG.D), dk, dv
         gl.warp_specialize(
             [
-                (by_columns.compute, (block, schedule, pipeline, Mask(*mask, CONFIG.NB), scores, gradients, CONFIG)),
+                (
+                    by_columns.compute,
+                    (block, schedule, pipeline, MaskOfKeys(*mask, CONFIG.NB), scores, gradients, CONFIG),
+                ),
                 (load, (copied, block, schedule, pipeline, 1, CONFIG)),
                 (by_columns.keep_order, (0, block, schedule, pipeline, counts, place, CONFIG)),
                 (by_columns.keep_order, (1, block, schedule, pipeline, counts, place, CONFIG)),
@@ -188,7 +191,10 @@ def backward(
     by_keys = BN == 128
     # by keys, sums have the columns of the kernel; by columns, they are taken 64 or a power of two at a time
     columns = padded(p.D) if by_keys else p.D
-    tiles, sum_tile = p.B * p.Hq * M, SumTile(BM, columns, 1 if schedule.order is None else 2, columns & -columns, p.D)
+    # in a fixed order the first key tile stores dQ; row tiles that have two orders may lack one of the two
+    added = not (by_keys and p.deterministic and schedule.order is None)
+    kinds = 1 if schedule.order is None else 2
+    tiles, sum_tile = p.B * p.Hq * M, SumTile(BM, columns, kinds, columns & -columns, p.D, added)
     stat, sums = call.scratch(tiles * 2 * BM, like=q), call.scratch(sum_tile.KINDS * tiles * BM * columns, like=q)
     counts = call.scratch(sum_tile.KINDS * tiles + 1, like=q, dtype=torch.int32)
     grid, wide = (M, p.Hq, p.B), dk.dtype is torch.float32
@@ -199,18 +205,16 @@ def backward(
     stats = TensorDescriptor(stat, list(stat.shape), [1], [2 * BM], line)
     # by keys, each warpgroup stores its half
     outputs = (x if wide else _tiles(x, 64) for x in (dk, dv))
-    mask = lists.bands, lists.row_lo, lists.row_hi
-    bands_b, rows_b = (x is not None and x.shape[0] > 1 for x in mask[:2])
+    bands_b, rows_b = (x is not None and x.shape[0] > 1 for x in (lists.bands, schedule.key_lo))
     lists_b = len(schedule.ptr) - 1 > N
-    up = not (p.deterministic and call.plan.parts[0].masks)
-    rest = p.G, lists.bands.shape[1], lists_b, bands_b, rows_b, blocks, p.deterministic, wide, up
+    rest = p.G, lists.bands.shape[1], lists_b, bands_b, rows_b, blocks, p.deterministic, wide, added
     config = Config(stages, p.D, p.Dv, *rest)
     scores, sizes = (
         Scores(p.scores.scale, p.scores.softcap or None),
-        (p.B, p.Hk, p.Tq, p.Tk, M, N, section_of(p, N)),
+        (p.B, p.Hk, p.Tk, M, N, section_of(p, N)),
     )
     to = _sums(sums, BM, columns) if by_keys else sums
-    arrays = *inputs, stats, *outputs, to, counts, schedule, mask
+    arrays = *inputs, stats, *outputs, to, counts, schedule, lists.bands
     call.run(_backward, (N * p.B * p.Hk,), *arrays, scores, sizes, CONFIG=config, num_warps=4 if by_keys else 8)
     call.run(convert, grid, sums, array(dq), p.scores.scale, (p.Hq, p.Tq), TILE=sum_tile, ROWS=by_keys)
 

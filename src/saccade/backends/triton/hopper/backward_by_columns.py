@@ -34,17 +34,17 @@ def keep_order(W: gl.constexpr, block, schedule, pipeline, counts, place, CONFIG
     A fence and two trips to L2 separate an addition from the permission for the next. They take longer than a step.
     """
     G: gl.constexpr = CONFIG.G
-    tile, steps = first_tile(block, schedule, G, CONFIG.UP, 1)
+    tile, steps = first_tile(block, schedule, G, not CONFIG.ORDERED, 1)
     steps = steps if CONFIG.ORDERED else 0
     if W == 1:
-        tile = next_tile(tile, CONFIG.UP)
+        tile = next_tile(tile, not CONFIG.ORDERED)
     rank = rank_of(schedule, tile.m, place) if steps > W else 0
     for i in range(W, steps, 2):
         count, after = counts + row_tile_of(block, tile, G), rank + 1
         gl.inline_asm_elementwise(AWAIT, "=r,l,r", [count, rank], dtype=gl.int32, is_pure=False, pack=1)
         mbarrier.arrive(pipeline.may_add.index(W), count=1)
         # looks up the step after the next during this addition
-        tile = next_tile(next_tile(tile, CONFIG.UP), CONFIG.UP)
+        tile = next_tile(next_tile(tile, not CONFIG.ORDERED), not CONFIG.ORDERED)
         rank = rank_of(schedule, tile.m, place)
         mbarrier.wait(pipeline.added.index(W), (i // 2) & 1)
         gl.inline_asm_elementwise(_RELEASE, "=r,l,r", [count, after], dtype=gl.int32, is_pure=False, pack=1)
@@ -113,7 +113,7 @@ def compute(block, schedule, pipeline, mask, scores, gradients, CONFIG: gl.const
     rest_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
     tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
 
-    tile, steps = first_tile(block, schedule, G, CONFIG.UP, 8)
+    tile, steps = first_tile(block, schedule, G, not CONFIG.ORDERED, 8)
     ragged = block.n * BN + BN > mask.Tk
     k = reinterpret(pipeline.k.index(0), dtype, [BN, BLOCK], tile_layout)
     none_s = gl.zeros([BN, BM], gl.float32, s_layout)
@@ -170,7 +170,7 @@ def compute(block, schedule, pipeline, mask, scores, gradients, CONFIG: gl.const
         q = reinterpret(q_s.index(after), dtype, [BM, BLOCK], tile_layout)
         s = _scores(k, q, none_s, CONFIG.D)
         at = sums + row_tile_of(block, tile, G).to(gl.int64) * (BM * CONFIG.D)
-        tile = next_tile(tile, CONFIG.UP)
+        tile = next_tile(tile, not CONFIG.ORDERED)
         if REST > 0:
             # in flight: dk of the first columns, and the scores by two products
             dq, dq_rest, dk_rest = warpgroup_mma_wait(3, deps=[dq, dq_rest, dk_rest])

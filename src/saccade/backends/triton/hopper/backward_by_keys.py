@@ -46,22 +46,25 @@ def add_in_order(W: gl.constexpr, work, pipeline, sums, queue, CONFIG: gl.conste
     G: gl.constexpr = CONFIG.G
     BM: gl.constexpr = sums.block_shape[0]
     counts, start, place = queue
-    tile, steps = first_tile(block, schedule, G, CONFIG.UP, 1)
+    tile, steps = first_tile(block, schedule, G, not CONFIG.ORDERED, 1)
     if W == 1:
-        tile = next_tile(tile, CONFIG.UP)
+        tile = next_tile(tile, not CONFIG.ORDERED)
     rank = 0
     if CONFIG.ORDERED:
         rank = rank_of(schedule, tile.m, place) if steps > W else 0
     for i in range(W, steps, 2):
         row, after = row_tile_of(block, tile, G), rank + 1
         # looks up the step after the next before it waits
-        tile = next_tile(next_tile(tile, CONFIG.UP), CONFIG.UP)
+        tile = next_tile(next_tile(tile, not CONFIG.ORDERED), not CONFIG.ORDERED)
         if CONFIG.ORDERED:
             count = counts + row
             gl.inline_asm_elementwise(AWAIT, "=r,l,r", [count, rank], dtype=gl.int32, is_pure=False, pack=1)
             rank = rank_of(schedule, tile.m, place)
         mbarrier.wait(pipeline.added.index(W), (i // 2) & 1)
-        async_add(sums, [(start + row) * BM, 0], pipeline.dq.index(W))
+        if CONFIG.ADDED or after > 1:
+            async_add(sums, [(start + row) * BM, 0], pipeline.dq.index(W))
+        else:
+            async_store(sums, [(start + row) * BM, 0], pipeline.dq.index(W))
         tma.store_wait(0)
         mbarrier.arrive(pipeline.may_add.index(W), count=1)
         if CONFIG.ORDERED:
@@ -117,7 +120,7 @@ def compute(W: gl.constexpr, work, pipeline, mask, scores, gradients, CONFIG: gl
     a_layout: gl.constexpr = gl.DotOperandLayout(0, kv_layout, 2)
     tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
 
-    tile, steps = first_tile(block, schedule, G, CONFIG.UP, 4)
+    tile, steps = first_tile(block, schedule, G, not CONFIG.ORDERED, 4)
     first = block.n * BN + W * 64
     ragged = first + 64 > mask.Tk
     none_s = gl.zeros([64, BM], gl.float32, s_layout)
@@ -172,7 +175,7 @@ def compute(W: gl.constexpr, work, pipeline, mask, scores, gradients, CONFIG: gl
         mbarrier.arrive(pipeline.ds_full.index(i % 2), count=1)
         ds_a = gl.convert_layout(ds, a_layout, assert_trivial=True)
         dk = warpgroup_mma(ds_a, q, dk, is_async=True)
-        tile = next_tile(tile, CONFIG.UP)
+        tile = next_tile(tile, not CONFIG.ORDERED)
         dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
         mbarrier.arrive(rows.empty.index(stage), count=1)
     if steps > 0:

@@ -52,8 +52,8 @@ class Config(NamedTuple):
 
     D, DV: numbers of a row of q and k, and of v. G: query heads per key head. NB: bands. LISTS_B, BANDS_B, ROWS_B:
     whether batch entries have lists, bands and row intervals of their own. BLOCKS: a tile may have 64 keys inside a
-    block of the mask and 64 outside. ORDERED: dQ is added in a fixed order. WIDE: dk and dv are float32. UP: a key tile
-    visits its row tiles in ascending order; if ORDERED, key tiles then start in descending order.
+    block of the mask and 64 outside. ORDERED: dQ is added in a fixed order. WIDE: dk and dv are float32. ADDED:
+    as in `staging.SumTile`.
     """
 
     STAGES: int
@@ -67,7 +67,7 @@ class Config(NamedTuple):
     BLOCKS: bool
     ORDERED: bool
     WIDE: bool
-    UP: bool
+    ADDED: bool
 
 
 @gluon.jit
@@ -96,7 +96,7 @@ def load(inputs, block, schedule, pipeline, EXTRA: gl.constexpr, CONFIG: gl.cons
     mbarrier.expect(pipeline.kv_full, k.block_type.nbytes + v.block_type.nbytes)
     async_load(k, [block.b, block.n * BN, block.hk, 0], pipeline.kv_full, pipeline.k.index(0))
     async_load(v, [block.b, block.n * BN, block.hk, 0], pipeline.kv_full, pipeline.v.index(0))
-    tile, steps = first_tile(block, schedule, CONFIG.G, CONFIG.UP, 1)
+    tile, steps = first_tile(block, schedule, CONFIG.G, not CONFIG.ORDERED, 1)
     for i in range(steps + EXTRA):
         h = block.hk * CONFIG.G + tile.g
         stage = wait_empty(rows, i)
@@ -106,4 +106,4 @@ def load(inputs, block, schedule, pipeline, EXTRA: gl.constexpr, CONFIG: gl.cons
         at = ((block.b * block.Hq + h) * block.M + tile.m) * 2 * BM
         async_load(stat, [at], full, stat_s.index(stage))
         async_load(do, [block.b, tile.m * BM, h, 0], full, do_s.index(stage))
-        tile = next_tile(tile, CONFIG.UP)
+        tile = next_tile(tile, not CONFIG.ORDERED)

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 
 class Mask(NamedTuple):
-    """The element test of a call.
+    """The element test of the forward.
 
     bands: int32 [1 | B, NB, 8], with NB from 1 to 4. row_lo, row_hi: int32 [1 | B, Tq], the keys that each row is
     restricted to, or None. bands_b, rows_b: 1 if batch entries differ, else 0. Tq, Tk: rows and keys of a head.
@@ -25,6 +25,20 @@ class Mask(NamedTuple):
     row_hi: Any
     rows_b: Any
     Tq: Any
+    Tk: Any
+    NB: Any
+
+
+class MaskOfKeys(NamedTuple):
+    """The element test of a batch entry in the backward, whose tiles are keys × queries.
+
+    bands: int32 [NB, 8]. key_lo, key_hi: int32 [Tk], ascending: the rows [lo, hi) that each key is restricted to, or
+    None. Tk: keys of a head.
+    """
+
+    bands: Any
+    key_lo: Any
+    key_hi: Any
     Tk: Any
     NB: Any
 
@@ -149,21 +163,36 @@ def _in_bands(p, t, j, bands_of, mask):
 
 
 @gluon.jit
-def _in_band(p, band, keys, t, j, Tk):
-    # p where one band lets queries from t on see keys from j on; a bound that does not cut the tile costs nothing
-    BN: gl.constexpr = p.shape[0]
+def _between(p, low, high, t, bounds):
+    # p where queries t on are in [low, high) of each key [BN, 1]; a bound that does not cut the tile costs nothing.
+    # bounds: of the last key's low and of the first key's high, which are the extremes
     BM: gl.constexpr = p.shape[1]
-    # queries keys + before to keys + after see the keys, within queries [first, last) and keys [start, stop)
-    before, after, first, last = gl.load(band), gl.load(band + 1), gl.load(band + 4), gl.load(band + 5)
-    start, stop = gl.load(band + 2), gl.minimum(gl.load(band + 3), Tk)
     # a column is the lane's part (bits 1 and 2) plus a constant, which comparisons encode as an immediate
     column = gl.expand_dims(gl.arange(0, BM, gl.SliceLayout(0, p.type.layout)), 0)
     lane = t + (column & 6)
     column = column & ~6
-    if t < gl.maximum(j + BN - 1 + before, first):
-        p = gl.where(column >= gl.maximum(keys + before, first) - lane, p, 0.0)
-    if gl.minimum(j + after + 1, last) < t + BM:
-        p = gl.where(column < gl.minimum(keys + after + 1, last) - lane, p, 0.0)
+    most, least = bounds
+    if t < most:
+        p = gl.where(column >= low - lane, p, 0.0)
+    if least < t + BM:
+        p = gl.where(column < high - lane, p, 0.0)
+    return p
+
+
+@gluon.jit
+def _in_band(p, band, keys, t, j, mask):
+    # p where one band and the rows of each key let queries from t on see keys from j on
+    BN: gl.constexpr = p.shape[0]
+    # queries keys + before to keys + after see the keys, within queries [first, last) and keys [start, stop)
+    before, after, first, last = gl.load(band), gl.load(band + 1), gl.load(band + 4), gl.load(band + 5)
+    start, stop = gl.load(band + 2), gl.minimum(gl.load(band + 3), mask.Tk)
+    low, high = gl.maximum(keys + before, first), gl.minimum(keys + after + 1, last)
+    most, least = gl.maximum(j + BN - 1 + before, first), gl.minimum(j + after + 1, last)
+    if mask.key_lo is not None:
+        at, end = gl.minimum(keys, mask.Tk - 1), gl.minimum(j + BN, mask.Tk) - 1
+        low, most = gl.maximum(low, gl.load(mask.key_lo + at)), gl.maximum(most, gl.load(mask.key_lo + end))
+        high, least = gl.minimum(high, gl.load(mask.key_hi + at)), gl.minimum(least, gl.load(mask.key_hi + j))
+    p = _between(p, low, high, t, (most, least))
     if (j < start) | (stop < j + BN):
         p = gl.where((keys >= start) & (keys < stop), p, 0.0)
     return p
@@ -173,8 +202,7 @@ def _in_band(p, band, keys, t, j, Tk):
 def masked_weights(p, t, j, kind, mask, BLOCKS: gl.constexpr):
     """p [BN, BM] of keys from j and queries from t on, with 0 for excluded pairs.
 
-    Every 64 keys have a set of bands. mask: of this batch entry. BLOCKS: a tile may have 64 keys inside a block of the
-    mask and 64 outside.
+    Every 64 keys have a set of bands. BLOCKS: a tile may have 64 keys inside a block of the mask and 64 outside.
     """
     BN: gl.constexpr = p.shape[0]
     BM: gl.constexpr = p.shape[1]
@@ -182,24 +210,19 @@ def masked_weights(p, t, j, kind, mask, BLOCKS: gl.constexpr):
     keys = gl.expand_dims(j + gl.arange(0, BN, gl.SliceLayout(1, layout)), 1)
     one, two = kind >> 2 & 15, kind >> 6 & 15
     if mask.NB == 1:
-        p = _in_band(p, mask.bands, keys, t, j, mask.Tk)
+        p = _in_band(p, mask.bands, keys, t, j, mask)
     else:
         only = _only_band(one | two)
         if only >= 0:
-            p = _in_band(p, mask.bands + only * 8, keys, t, j, mask.Tk)
+            p = _in_band(p, mask.bands + only * 8, keys, t, j, mask)
         else:
             queries = gl.expand_dims(t + gl.arange(0, BM, gl.SliceLayout(0, layout)), 0)
             every = gl.where((one | two) == 0, 15, 0)
             p = _in_bands(p, queries, keys, every | gl.where(keys - j < 64, one, two), mask)
+            if mask.key_lo is not None:
+                at = gl.minimum(keys, mask.Tk - 1)
+                low, high = gl.load(mask.key_lo + at), gl.load(mask.key_hi + at)
+                p = gl.where((queries >= low) & (queries < high), p, 0.0)
     if BLOCKS and ((one | two != 0) & ((one == 0) | (two == 0))):
         p = gl.where(gl.where(keys - j < 64, one, two) != 0, p, 0.0)
-    if mask.row_lo is not None:
-        Tq, Tk = mask.Tq, mask.Tk
-        queries = gl.expand_dims(t + gl.arange(0, BM, gl.SliceLayout(0, layout)), 0)
-        # every warp has all queries
-        every = t + gl.arange(0, BM, gl.BlockedLayout([BM // 32], [32], [gl.num_warps()], [0]))
-        if j < gl.max(gl.load(mask.row_lo + every, every < Tq, 0), 0):
-            p = gl.where(keys >= gl.load(mask.row_lo + queries, queries < Tq, 0), p, 0.0)
-        if gl.min(gl.load(mask.row_hi + every, every < Tq, Tk), 0) < j + BN:
-            p = gl.where(keys < gl.load(mask.row_hi + queries, queries < Tq, 0), p, 0.0)
     return p

@@ -13,6 +13,7 @@ import torch
 
 import triton
 
+from ....mask.forms import Rows
 from ....mask.segments import joined
 from ....mask.tiling import FULL, PARTIAL
 from ....plan_parts import Ranges
@@ -65,7 +66,8 @@ class BackwardSchedule(NamedTuple):
     row tiles (begin, end, kind), sorted and disjoint. rank_ptr, ranks: int32 [Bm * M + 1] and [n, 2], the runs of
     places that visit row tile (b, m), as (first place, offset); place n of a run has rank n + offset. order: int32
     [Bm * N], key tiles in the order in which they start, plus LONG_BIT for tiles with long lists; None if there are no
-    long lists, and key tile n has place n. With an order, rank_ptr is [2 Bm * M + 1] of (b, long, m): tiles with long
+    long lists, and key tile n has place n. key_lo, key_hi: int32 [1 | B, Tk], the rows [lo, hi) that the mask's row
+    intervals restrict each key to, or None. With an order, rank_ptr is [2 Bm * M + 1] of (b, long, m): tiles with long
     lists add to sums of their own, because all others would wait for them. seg and ranks have at least one row. The
     arrays are NumPy's, or copies of them on a device.
     """
@@ -75,6 +77,8 @@ class BackwardSchedule(NamedTuple):
     rank_ptr: Ints
     ranks: Ints
     order: Ints | None = None
+    key_lo: Ints | None = None
+    key_hi: Ints | None = None
 
 
 def long_ones(counts: Ints) -> Ints:
@@ -124,17 +128,21 @@ def schedule_of_ranges(ranges: Ranges, batch: int, rows: int, tile_q: int) -> Ba
     return BackwardSchedule(ptr, seg, rank_ptr, ranks, _int32(order.reshape(-1)) if kinds > 1 else None)
 
 
-def schedule_of_intervals(part: Intervals, tile_k: int, tile_q: int) -> BackwardSchedule:
-    """The schedule from intervals on the device that leave out no key; their ends never decrease: one run per tile.
+def rows_of_keys(rows: Rows, keys: int) -> tuple[Ints, Ints]:
+    """The rows [lo, hi) that see each of `keys` keys, int32 [1 | B, keys], by the monotone intervals of rows."""
+    lo, hi = (np.stack([np.searchsorted(ends, np.arange(keys), "right") for ends in x]) for x in (rows.hi, rows.lo))
+    return _int32(lo), _int32(hi)
 
-    Key tile n has place N - 1 - n.
-    """
-    ptr, seg, begins = segments(part, tile_k, tile_q, of_keys=True)
-    (Bm, N), M = begins.shape, -(-part.lo.shape[1] // tile_q)
-    ranks = begins.new_empty((Bm * M, 2))
-    with on(begins):
-        lists.turns[triton.cdiv(M, 256), Bm](begins, ranks, N, M, BLOCK=256)
-    return BackwardSchedule(ptr, seg, _counted(Bm * M + 1, begins.device), ranks)
+
+def schedule_of_intervals(part: Intervals, tile_k: int, tile_q: int) -> BackwardSchedule:
+    """The schedule from intervals on the device that leave out no key; their ends never decrease: one run per tile."""
+    ptr, seg, stops = segments(part, tile_k, tile_q, of_keys=True)
+    # key tiles visit row tile m from the first that ends after its start to the last that starts before its end
+    (Bm, N), M = stops.shape, -(-part.lo.shape[1] // tile_q)
+    ranks = stops.new_empty((Bm * M, 2))
+    with on(stops):
+        lists.turns[triton.cdiv(M, 256), Bm](stops, ranks, N, M, BLOCK=256)
+    return BackwardSchedule(ptr, seg, _counted(Bm * M + 1, stops.device), ranks, None, *part.rows_of_keys)
 
 
 @lru_cache(maxsize=64)

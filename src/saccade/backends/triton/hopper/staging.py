@@ -12,7 +12,8 @@ import triton
 class SumTile(NamedTuple):
     """A tile of the sums of dQ: rows, columns, the number of sums per tile, and the columns taken at a time.
 
-    STORED: the numbers of a row of dQ; further columns are zeros.
+    STORED: the numbers of a row of dQ; further columns are zeros. ADDED: every term is added to the sums, which begin
+    at zero; otherwise the first term is stored.
     """
 
     BM: int
@@ -20,11 +21,12 @@ class SumTile(NamedTuple):
     KINDS: int
     COLUMNS: int
     STORED: int
+    ADDED: bool
 
 
 @triton.jit
 def prepare(lse, delta, stat, sums, counts, sizes, TILE: tl.constexpr):
-    """Write lse in base 2 and delta of one row tile of one head next to each other, and zero its sums of dQ.
+    """Write lse in base 2 and delta of one row tile of one head next to each other, and zero its sums of dQ if ADDED.
 
     lse, delta: `launch.Array` [B, Tq, Hq]; stat [B, Hq, M, 2, BM]; sizes: Hq and Tq. Rows without an allowed key
     (lse = -inf) and rows past the end get lse = inf, so that P = 0.
@@ -45,9 +47,10 @@ def prepare(lse, delta, stat, sums, counts, sizes, TILE: tl.constexpr):
     COLUMNS: tl.constexpr = TILE.COLUMNS
     for kind in tl.static_range(KINDS):
         of = tile + kind * (tl.num_programs(0) * Hq * tl.num_programs(2))
-        for n in tl.static_range(0, BM * D, BM * COLUMNS):
-            here = n + tl.arange(0, BM * COLUMNS)
-            tl.store(sums + of.to(tl.int64) * (BM * D) + here, tl.zeros([BM * COLUMNS], tl.float32))
+        if TILE.ADDED:
+            for n in tl.static_range(0, BM * D, BM * COLUMNS):
+                here = n + tl.arange(0, BM * COLUMNS)
+                tl.store(sums + of.to(tl.int64) * (BM * D) + here, tl.zeros([BM * COLUMNS], tl.float32))
         tl.store(counts + 1 + of, 0)
     if tile == 0:
         tl.store(counts, 0)

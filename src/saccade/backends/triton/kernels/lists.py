@@ -1,7 +1,8 @@
 """The lists of tiles of a mask whose arrays are on the device. Small kernels do the work of the host's planner.
 
-A row t of a batch entry sees keys lo[t] <= j < hi[t], and both ends never decrease. Tiles of rows give segments of keys
-for the forward; tiles of keys give segments of rows for the backward, whose ends are found by binary search.
+A row t of a batch entry sees keys lo[t] <= j < hi[t], and both ends never decrease. So the rows that see a key are an
+interval, too, and binary search finds its ends. Tiles of rows give segments of keys for the forward, tiles of keys give
+segments of rows for the backward.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ PARTIAL = tl.constexpr(1)
 
 
 class Intervals(NamedTuple):
-    """The keys lo <= j < hi that each row sees, int32 [B, T] each."""
+    """The keys lo <= j < hi that each row sees, or the rows that see each key; int32 [B, T] each."""
 
     lo: Any
     hi: Any
@@ -26,7 +27,7 @@ class Intervals(NamedTuple):
 
 class Lists(NamedTuple):
     """Outputs of `segments`, int32: count [Bm, n_tiles]; seg [.., 3, 3]; extent [Bm, n_tiles]: for row tiles the number
-    of keys that each visits, last tile first; for key tiles the first row tile of each."""
+    of keys that each visits, last tile first; for key tiles the end of each."""
 
     count: Any
     seg: Any
@@ -79,33 +80,42 @@ def rows_of_ids(ids, ids_b, out, T, left, right, BLOCK: tl.constexpr):
     tl.store(out.hi + at, end, mask=t < T)
 
 
+@triton.jit(do_not_specialize=["Tq", "Tk"])
+def rows_of_keys(intervals, out, Tq, Tk, BLOCK: tl.constexpr):
+    """Fill Intervals `out` of Tk keys: the rows that see each key, from the intervals of Tq rows.
+
+    Grid: blocks of Tk, B.
+    """
+    j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    b = tl.program_id(1).to(tl.int64)
+    begin = _first_above(intervals.hi + b * Tq, j, Tq, False)
+    end = _first_above(intervals.lo + b * Tq, j, Tq, False)
+    tl.store(out.lo + b * Tk + j, begin, mask=j < Tk)
+    tl.store(out.hi + b * Tk + j, end, mask=j < Tk)
+
+
 @triton.jit(do_not_specialize=["rows", "n", "n_tiles"])
 def segments(intervals, out, rows, n, n_tiles, config: tl.constexpr):
     """Fill Lists: up to three segments per tile, empty ones last.
 
-    Visited intervals are rounded outward to multiples of QUANTUM, FULL ones inward, and both end at n. Without OF_KEYS,
-    tiles of TILE rows, of `rows` rows, list keys, of n keys. With OF_KEYS, tiles of TILE keys, of `rows` keys, list
-    rows in units of QUANTUM, of the n rows of the intervals. Grid: n_tiles, Bm.
+    Visited intervals are rounded outward to multiples of QUANTUM, FULL ones inward, and both end at n. Tiles of TILE
+    rows, of `rows` rows with intervals, list keys, of n keys. With OF_KEYS, the same with keys and rows exchanged, and
+    the listed rows are in units of QUANTUM. Grid: n_tiles, Bm.
     """
     TILE: tl.constexpr = config.TILE
     BLOCK: tl.constexpr = config.BLOCK
     QUANTUM: tl.constexpr = config.QUANTUM
     OF_KEYS: tl.constexpr = config.OF_KEYS
     tile, b = tl.program_id(0), tl.program_id(1)
-    described = n if OF_KEYS else rows
-    lo = intervals.lo + b.to(tl.int64) * described
-    hi = intervals.hi + b.to(tl.int64) * described
+    lo = intervals.lo + b.to(tl.int64) * rows
+    hi = intervals.hi + b.to(tl.int64) * rows
     begin, end, full, stop = n, 0, 0, n
     for at in range(0, TILE, BLOCK):
         r = at + tl.arange(0, BLOCK)
         here = (r < TILE) & (tile * TILE + r < rows)
         r = tile * TILE + r
-        if OF_KEYS:
-            low = _first_above(hi, r, n, False)
-            high = _first_above(lo, r, n, False)
-        else:
-            low = tl.load(lo + r, mask=here, other=0)
-            high = tl.load(hi + r, mask=here, other=0)
+        low = tl.load(lo + r, mask=here, other=0)
+        high = tl.load(hi + r, mask=here, other=0)
         some = here & (low < high)
         begin = tl.minimum(begin, tl.min(tl.where(some, low, n), 0))
         end = tl.maximum(end, tl.max(tl.where(some, high, 0), 0))
@@ -126,7 +136,7 @@ def segments(intervals, out, rows, n, n_tiles, config: tl.constexpr):
     third = second + (full < stop).to(tl.int32)
     tl.store(out.count + cell, third + (stop < end).to(tl.int32))
     if OF_KEYS:
-        tl.store(out.extent + cell, begin)
+        tl.store(out.extent + cell, end)
     else:
         tl.store(out.extent + b * n_tiles + n_tiles - 1 - tile, end - begin)
     seg = out.seg + 9 * cell
@@ -163,14 +173,14 @@ def pack(count, spread, ptr, seg, cells, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n_keys", "n_rows"])
-def turns(begins, turn, n_keys, n_rows, BLOCK: tl.constexpr):
-    """Fill turn int32 [Bm, n_rows, 2]: the place of the last key tile that visits a row tile, and its negative.
+def turns(ends, turn, n_keys, n_rows, BLOCK: tl.constexpr):
+    """Fill turn int32 [Bm, n_rows, 2]: the first key tile that visits a row tile, and its negative; ends: of key tiles.
 
-    Key tile n has place n_keys - 1 - n. begins [Bm, n_keys]: the first row tile of each. Grid: blocks of n_rows, Bm.
+    Grid: blocks of n_rows, Bm.
     """
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b = tl.program_id(1)
-    place = n_keys - _first_above(begins + b * n_keys, m, n_keys, False)
+    first = _first_above(ends + b * n_keys, m, n_keys, False)
     at = turn + 2 * (b * n_rows + m)
-    tl.store(at, place, mask=m < n_rows)
-    tl.store(at + 1, -place, mask=m < n_rows)
+    tl.store(at, first, mask=m < n_rows)
+    tl.store(at + 1, -first, mask=m < n_rows)
