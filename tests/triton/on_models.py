@@ -6,6 +6,8 @@ Run by `make test-gpu`.
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ import torch
 pytest.importorskip("safetensors")
 
 from saccade.models import replay
+from saccade.models.attended import attended
 from saccade.models.batching import serve
 from saccade.models.gpt2 import Gpt2, Gpt2Config
 from saccade.models.llama import Llama, LlamaConfig
@@ -52,6 +55,20 @@ def test_replayed_steps_draw_what_the_cpu_draws(kind: str, quantised: str | None
     # rounding may decide between almost equal logits, and the texts differ from there on
     same = sum(a == b for a, b in zip(zip(*expected, strict=True), zip(*found, strict=True), strict=True))
     assert same >= 2
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_weights_of_heads(kind: str) -> None:
+    model, (text,) = model_of(kind), prompts(30)
+    expected = attended(model, text)
+    np.testing.assert_allclose(attended(model.to("cuda"), text), expected, atol=1e-5)
+
+
+def test_the_command_trains_and_draws(tmp_path: Path) -> None:
+    sizes = "--layers 1 --width 64 --heads 2 --kv-heads 1 --context 64 --batch 2 --steps 3 --tokenizer bytes"
+    command = [sys.executable, "-m", "saccade", "train", "--device", "cuda", "--out", str(tmp_path / "run")]
+    subprocess.run([*command, *sizes.split(), "--text", argparse.__file__], check=True)
+    assert (tmp_path / "run" / "attention.png").exists()
 
 
 def test_compiled_steps_draw_what_others_draw() -> None:

@@ -28,15 +28,16 @@ def attended(model: blocks.Decoder, tokens: Sequence[int], backend: str | None =
         q, k, _ = project(*inputs[: 1 if isinstance(module, gpt2.Attention) else 2])
         if isinstance(module, deepseek.LatentAttention):
             mask = module.narrowed(inputs[0], inputs[1], mask)
-        identity = torch.eye(len(tokens), dtype=q.dtype)[None, :, None].expand(-1, -1, k.shape[2], -1)
+        identity = torch.eye(len(tokens), dtype=q.dtype, device=q.device)[None, :, None].expand(-1, -1, k.shape[2], -1)
         o = api.attention(q, k, identity, mask, backend=backend)
-        heads.append(o[0].transpose(0, 1).float().numpy())
+        heads.append(o[0].transpose(0, 1).float().cpu().numpy())
 
     kinds = (blocks.Attention, gpt2.Attention, deepseek.LatentAttention)
     layers = [module for module in model.modules() if isinstance(module, kinds)]
     hooks = [module.register_forward_pre_hook(look) for module in layers]
     try:
-        model.hidden(torch.as_tensor(tokens)[None], backend=backend)
+        device = next(model.parameters()).device
+        model.hidden(torch.as_tensor(tokens, device=device)[None], backend=backend)
     finally:
         for hook in hooks:
             hook.remove()
