@@ -100,6 +100,20 @@ ON_CPU = {
 }
 
 
+ON_H200 = {
+    "training, packed documents": ("nvidia-h200-training", "llama-350m-8192", "causal() & documents(...)"),
+    "training, causal": ("nvidia-h200-training", "llama-350m-8192", "causal()"),
+    "generation, 64 prompts": ("nvidia-h200-generation", "llama-350m-1024-64-prompts", ""),
+    "generation, 16 prompts": ("nvidia-h200-generation", "llama-350m-1024-16-prompts", ""),
+    "generation, 1 prompt": ("nvidia-h200-generation", "llama-350m-1024", ""),
+}
+MODELS = ("saccade", "saccade, causal", "sdpa, bool mask", "sdpa, causal", "FlexAttention", "FlashAttention-4")
+MODELS += ("FlashAttention-4, causal", "saccade, compiled steps", "transformers sdpa, static cache")
+# the words of the legend, where they are not the library's name
+LEGEND = {"torch": "torch (cuDNN on the H100)", "FlashAttention": "FlashAttention-4"}
+LEGEND["transformers"] = "transformers, static cache"
+
+
 def rate(row: Any) -> float:
     """TFLOP/s of the allowed pairs."""
     heads, size = row.shape.split("x")[3], row.shape.split("x")[-1]
@@ -108,32 +122,62 @@ def rate(row: Any) -> float:
 
 
 def speed(path: Path) -> None:
-    """The chart of speed: one H100 on the left, two CPU cores on the right."""
-    gpu = measured("nvidia-h100")
-    with drawing(path, 9.0, [4.2], across=2) as (left, right):
-        for place, case in enumerate(ON_H100.values()):
-            measured_here = [name for name in SHOWN if (case, name) in gpu]
-            for n, name in enumerate(measured_here):
-                at, tflops = place + 0.21 * (n - (len(measured_here) - 1) / 2), rate(gpu[case, name])
-                left.barh(at, tflops, 0.19, color=provider(name).colours.light, label=None if place else name)
-                left.annotate(f" {tflops:.0f}", (tflops, at), va="center", fontsize=9)
-        left.set_yticks(range(len(ON_H100)), list(ON_H100))
-        left.set(xlabel="TFLOP/s: bfloat16, 16k tokens, 16 heads of 128", title="One NVIDIA H100")
-        bars, names = left.get_legend_handles_labels()
-        left.figure.legend(bars, [provider(name).name for name in names], loc="outside lower left", ncols=4)
+    """The chart of speed: one H100, two CPU cores, and below whole models on one H200."""
+    with drawing(path, 9.0, [4.2, 2.4], across=2) as (on_h100, on_cpu, training, generation):
+        calls(on_h100)
         for place, (name, case) in enumerate(ON_CPU.values()):
             rows = measured(name)
             times = rows[case, "sdpa"].median / rows[case, "saccade"].median
-            right.barh(place, times, 0.6, color=OURS)
-            right.annotate(f" {times:.1f} ×", (times, place), va="center", fontsize=9)
-        right.set_yticks(range(len(ON_CPU)), list(ON_CPU))
-        right.set_xscale("log", base=2)
-        right.set_xlim(1, 45)
-        right.xaxis.set_major_formatter("{x:g}")
-        right.set(xlabel="times as fast as torch 2.13's own attention", title="Two CPU cores (AMD EPYC, Zen 5)")
-        for axis in (left, right):
+            on_cpu.barh(place, times, 0.6, color=OURS)
+            on_cpu.annotate(f" {times:.1f} ×", (times, place), va="center", fontsize=9)
+        on_cpu.set_yticks(range(len(ON_CPU)), list(ON_CPU))
+        on_cpu.set_xscale("log", base=2)
+        on_cpu.set_xlim(1, 45)
+        on_cpu.xaxis.set_major_formatter("{x:g}")
+        on_cpu.set(xlabel="times as fast as torch 2.13's own attention", title="Two CPU cores (AMD EPYC, Zen 5)")
+        models(training, list(ON_H200)[:2], "training, 350 M, rows of 8k")
+        models(generation, list(ON_H200)[2:], "generation, 350 M, after 1k")
+        generation.set_xscale("log", base=2)
+        generation.set_xlim(0.25, 40)
+        generation.xaxis.set_major_formatter("{x:g}")
+        labels: dict[str, Any] = {}
+        for axis in (on_h100, on_cpu, training, generation):
             axis.invert_yaxis()
             axis.tick_params(length=0)
+            handles, names = axis.get_legend_handles_labels()
+            labels |= dict(zip(names, handles, strict=True))
+        on_h100.figure.legend(labels.values(), labels, loc="outside lower left", ncols=5)
+
+
+def bars(axis: Any, place: int, values: dict[str, float], shown: str) -> None:
+    """A bar for each provider around a place."""
+    for n, (name, value) in enumerate(values.items()):
+        at, one = place + 0.21 * (n - (len(values) - 1) / 2), provider(name)
+        axis.barh(at, value, 0.19, color=one.colours.light, label=LEGEND.get(one.library, one.library))
+        axis.annotate(f" {format(value, shown)}", (value, at), va="center", fontsize=9)
+
+
+def calls(axis: Any) -> None:
+    """Calls on one H100."""
+    gpu = measured("nvidia-h100")
+    for place, case in enumerate(ON_H100.values()):
+        bars(axis, place, {name: rate(gpu[case, name]) for name in SHOWN if (case, name) in gpu}, ".0f")
+    axis.set_yticks(range(len(ON_H100)), list(ON_H100))
+    axis.set(xlabel="TFLOP/s: bfloat16, 16k tokens, 16 heads of 128", title="One NVIDIA H100")
+
+
+def models(axis: Any, cases: list[str], what: str) -> None:
+    """Tokens per second of whole models on one H200; generation in its fastest form."""
+    for place, case in enumerate(cases):
+        file, name, mask = ON_H200[case]
+        rates = {
+            row.provider: row.rate for row in read(RESULTS / f"{file}.csv") if (row.case, row.mask) == (name, mask)
+        }
+        if "saccade, compiled steps" in rates:
+            del rates["saccade"]
+        bars(axis, place, {name: rates[name] / 1e3 for name in MODELS if name in rates}, ".3g")
+    axis.set_yticks(range(len(cases)), [case.split(", ")[1] for case in cases])
+    axis.set(xlabel="thousand tokens per second", title=f"H200: {what}")
 
 
 def cells(problems: Iterable[Any]) -> Iterator[str]:

@@ -124,6 +124,13 @@ TASKS = {
             without=("softmax", "torch conv1d"),
         ),
     ),
+    "One NVIDIA H200, models of 124 M and 350 M": (
+        Task(
+            "training on documents, FlashAttention-4, FlexAttention", ["nvidia-h200-training"], ratio=by_note("ratio")
+        ),
+        Task("training, causal", ["nvidia-h200-training"], ours=("saccade, causal",), ratio=by_note("ratio")),
+        Task("generation, compiled, transformers", ["nvidia-h200-generation"], ours=("saccade, compiled steps",)),
+    ),
     "Four NVIDIA H200s, with torch context_parallel": (
         Task("ring, zigzag", ["nvidia-h200x4-distributed"], ours=("saccade, zigzag",), without=ONE_GPU),
         Task(
