@@ -191,7 +191,8 @@ def _in_band(p, band, keys, t, j, mask):
     if mask.key_lo is not None:
         at, end = gl.minimum(keys, mask.Tk - 1), gl.minimum(j + BN, mask.Tk) - 1
         low, most = gl.maximum(low, gl.load(mask.key_lo + at)), gl.maximum(most, gl.load(mask.key_lo + end))
-        high, least = gl.minimum(high, gl.load(mask.key_hi + at)), gl.minimum(least, gl.load(mask.key_hi + j))
+        begin = gl.minimum(j, mask.Tk - 1)
+        high, least = gl.minimum(high, gl.load(mask.key_hi + at)), gl.minimum(least, gl.load(mask.key_hi + begin))
     p = _between(p, low, high, t, (most, least))
     if (j < start) | (stop < j + BN):
         p = gl.where((keys >= start) & (keys < stop), p, 0.0)
