@@ -101,6 +101,7 @@ def shrink(module: Any) -> None:
         module.TOKENS, module.ENTRIES, module.DENSE = 512, 4, 256
     elif name == "training":
         module.settings_of, module.environment = tiny_settings, module.gpu_environment
+        module.MINUTE = 1e-3
     elif name == "generation":
         sizes = dict(zip(module.SIZES, (300, 32, 1, 2, 2), strict=True))
         small = {"sizes": sizes, "dtype": torch.float32, "prompt": 70, "tokens": 5, "device": "cpu"}

@@ -3,8 +3,8 @@
 The model of a preset is trained on the same rows of a folder of tokens (`saccade train --preset llama-30m` makes one)
 with the same optimiser and seed; only the attention differs. Each run has a process of its own, and their steps take
 turns. A row has the median seconds of a step, tokens per second, and the most memory of the process.
-`--losses 300` trains so many steps with each of two seeds instead, and writes every tenth loss. `--device cuda` adds
-the peers of GPUs.
+`--losses 300` trains so many steps with each of two seeds instead, and writes every tenth loss. `--curve 10` trains one
+model for so many minutes and keeps it next to the rows. `--device cuda` adds the peers of GPUs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from saccade.cli.bench.rows import Row, kept, note, write
 
 # steps of a process that are not timed: they compile and allocate
 FIRST = 3
-SEEDS, LAST, EVERY = 2, 20, 10
+SEEDS, LAST, EVERY, LOGGED = 2, 20, 10, 50
+# of `--curve`; shorter in a dry run
+MINUTE = 1.0
 MASKS = {"documents": "causal() & documents(...)", "causal": "causal()"}
 
 
@@ -233,6 +235,28 @@ def curves(args: argparse.Namespace, env: Environment) -> Iterator[Row]:
             yield replace(base, rate=mean, note=note({"seed": seed, "validation": run.figures["validation"]}))
 
 
+def curve(args: argparse.Namespace, env: Environment) -> Iterator[Row]:
+    """One run of the preset, kept next to `out`: the mean of every 50 losses, and the loss of the held-out text."""
+    from saccade.cli.train import share_cores, summarise
+    from saccade.models.training import Trainer
+
+    share_cores()
+    context, dtype = args.context[0], args.dtype[0]
+    settings = settings_of(args, context, dtype, 0) | {"minutes": args.curve * MINUTE, "validation_rows": 32}
+    del settings["steps"]
+    trainer = Trainer(args.out.with_suffix(".run"), settings, device=args.device, overwrite=True)
+    base = Row(*env, "", "saccade", "train", dtype, rate_unit="nats a token")
+    losses = list[float]()
+    for step in trainer.run():
+        losses.append(step.loss)
+        if step.step % LOGGED == 0:
+            mean = statistics.fmean(losses[-LOGGED:])
+            yield replace(base, case=f"step-{step.step}", median=step.seconds, rate=mean)
+    summary = summarise(trainer)
+    values = {name: summary[name] for name in ("parameters", "steps", "seconds", "tokens_per_second", "bits_per_byte")}
+    yield replace(base, case=f"{args.preset}-{context}-held-out", rate=summary["validation"], note=note(values))
+
+
 def main() -> None:
     """Measure and write the rows."""
     words = parser(__doc__)
@@ -245,12 +269,14 @@ def main() -> None:
     words.add_argument("--steps", type=int, default=12)
     words.add_argument("--changes", type=json.loads, default={}, help="JSON of settings other than the preset's")
     words.add_argument("--losses", type=int, default=0, help="steps of a run whose losses are compared")
+    words.add_argument("--curve", type=float, default=0, help="minutes of one run whose losses are written")
     words.add_argument("--device", default="cpu")
     words.add_argument("--together", type=int, default=len(PEERS), help="runs that have room in the memory")
     args = words.parse_args()
     env = (environment if args.device == "cpu" else gpu_environment)(args.commit)
-    earlier = kept(args.out, env) if args.resume and not args.losses else []
-    write(args.out, curves(args, env) if args.losses else speeds(args, env, earlier), earlier)
+    earlier = kept(args.out, env) if args.resume and not args.losses and not args.curve else []
+    rows = curve(args, env) if args.curve else curves(args, env) if args.losses else speeds(args, env, earlier)
+    write(args.out, rows, earlier)
 
 
 if __name__ == "__main__":

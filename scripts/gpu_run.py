@@ -66,6 +66,8 @@ def training(preset: str, together: int, minutes: float) -> Part:
     return Part(f"training-{preset}", minutes, (f"{words} --commit {{commit}} --data {{tokens}}/{preset}",))
 
 
+CURVE = "training.py {rows} --device cuda --preset gpt2-124m --data {tokens}/gpt2-124m --dtype bfloat16"
+CURVE += " --tokens 32768 --context 1024 --curve 10 --commit {commit}"
 PARTS = (
     *tests(),
     Part("tests-log", 1, (f"make test-gpu-log SLICES={SLICES} LOGS={{folder}}",)),
@@ -91,6 +93,7 @@ PARTS = (
     training("llama-30m", 4, 6),
     training("gpt2-124m", 4, 8),
     training("llama-350m", 2, 12),
+    Part("curve", 12, (CURVE,)),
     Part("generation", 8, ("generation.py {rows} --device cuda --commit {commit} --resume",)),
 )
 
