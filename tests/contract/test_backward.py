@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from saccade.testing.inputs import LAYOUTS, lay, make
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 CATALOGUE = [pytest.param(c, id=c.name, marks=[pytest.mark.slow] * ("slow" in c.tags)) for c in cases.CASES]
+ANY_ORDER = ["gpt2", "llama", "packed", "mla", "gemma", "cut-documents", "cut-documents-64", "cut-blocks", "cut-global"]
 OPTIONS = {"softcap", "sinks", "bias-bhqk", "bias-1h1k", "alibi", "alibi-batch", "dropout", "all", "all-alibi"}
 
 
@@ -35,6 +37,15 @@ def test_layouts(backend, name, dtype, layout) -> None:
     rows = {key: lay(getattr(x, key), layout) for key in ("q", "k", "v", "do")}
     x = replace(x, dlse=lay(x.dlse[..., None], layout)[..., 0], **rows)
     require(run.verify(x, backend), f"{name} {dtype} {layout}")
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", ANY_ORDER)
+def test_sums_in_any_order(backend, name) -> None:
+    mets = run.verify(
+        make(cases.by_name(name), "bfloat16"), backend, compute=partial(run.computed, deterministic=False)
+    )
+    require(mets, f"{name}, deterministic=False")
 
 
 def gradients(x, backend, **changes):
