@@ -54,7 +54,6 @@ def test_train_by_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_benchmark_of_training_over_ranks(tmp_path: Path) -> None:
     files = [corpus.Source("Python", Path(m.__file__).name, Path(m.__file__)) for m in (argparse, ast)]
     corpus.prepare(tmp_path / "tokens", vocab=300, files=files)

@@ -7,11 +7,8 @@ from collections.abc import Callable
 from typing import Any
 from xml.etree import ElementTree
 
-import pytest
-
 from saccade import mask
 
-pytestmark = pytest.mark.timeout(300)
 Watch = Callable[..., Any]
 
 

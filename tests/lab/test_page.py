@@ -12,7 +12,6 @@ import pytest
 from saccade.cli.watch import DEFAULT_OUT
 from saccade.lab.query import LABELS
 
-pytestmark = pytest.mark.timeout(300)
 VIEWS = ("mask", "softmax", "maps", "roofline", "caches", "kernels")
 Watch = Callable[..., Any]
 CUT = "(e) => e.scrollWidth > e.clientWidth"

@@ -19,7 +19,6 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCSTRINGS = runpy.run_path(str(ROOT / "scripts" / "docstrings.py"))
 NAMES: list[str] = DOCSTRINGS["names"]()
 # the first example imports torch and its compiler
-pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -41,7 +41,6 @@ def apart(name: str, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.timeout(300)
 def test_example_on_webgpu(drivers: dict[str, Path], tmp_path: Path) -> None:
     pytest.importorskip("wgpu")
     if not drivers["swiftshader"].exists():
@@ -50,7 +49,6 @@ def test_example_on_webgpu(drivers: dict[str, Path], tmp_path: Path) -> None:
     assert "largest difference from the CPU" in apart(WEBGPU, XDG_RUNTIME_DIR=str(tmp_path), **environment)
 
 
-@pytest.mark.timeout(300)
 def test_example_on_two_processes() -> None:
     pytest.importorskip("torch")
     assert "gradients differ by" in apart(RING)

@@ -53,7 +53,6 @@ def test_dry_run(tmp_path: Path, name: str) -> None:
         assert MEASURED.get(name, found[0].provider) in {row.provider for row in found}
 
 
-@pytest.mark.timeout(300)
 def test_parts_on_several_gpus(tmp_path: Path) -> None:
     parts = [PARTS.index(f"tests-{n}-of-40") + 1 for n in (2, 3)]
     words = "--dry", "--commit", "abc", "--gpus", "0,1", "--workers", "2"
@@ -63,7 +62,6 @@ def test_parts_on_several_gpus(tmp_path: Path) -> None:
     assert "WORKERS=2" in done.stdout
 
 
-@pytest.mark.timeout(300)
 def test_a_part_is_interrupted_at_its_limit(tmp_path: Path) -> None:
     done = dry_run(tmp_path, "dense-forward", "--limit", "1")
     assert done.returncode == 1
@@ -84,7 +82,6 @@ def test_rows_of_an_interrupted_run_are_kept(tmp_path: Path) -> None:
     assert [row.case for row in rows.read(path)] == ["first", "first", "second"]
 
 
-@pytest.mark.timeout(300)
 def test_tests_that_passed_are_left_out(tmp_path: Path) -> None:
     passed = tmp_path / "passed.txt"
     words = "-m", "pytest", "-q", "-p", "no:cacheprovider", "--passed", passed, "tests/unit/test_imports.py"
@@ -95,7 +92,6 @@ def test_tests_that_passed_are_left_out(tmp_path: Path) -> None:
     assert "deselected" in again.stdout
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("part, status", [("2/3", 0), ("1/1", 5)])
 def test_a_slice_may_have_no_chosen_test(part: str, status: int) -> None:
     words = "-q", "-p", "no:cacheprovider", "--part", part, "-k", "absent", "tests/unit/test_imports.py"

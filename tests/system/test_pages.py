@@ -62,7 +62,6 @@ def in_process(*words: str, **environment: str) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
-@pytest.mark.timeout(300)
 def test_blocks_for_webgpu(drivers: dict[str, Path], tmp_path: Path) -> None:
     pytest.importorskip("wgpu")
     if not drivers["swiftshader"].exists():
@@ -71,7 +70,6 @@ def test_blocks_for_webgpu(drivers: dict[str, Path], tmp_path: Path) -> None:
     in_process("scripts/blocks.py", "--on", "webgpu", *pages("webgpu"), XDG_RUNTIME_DIR=str(tmp_path), **environment)
 
 
-@pytest.mark.timeout(300)
 def test_blocks_for_nvidia() -> None:
     pytest.importorskip("triton")
     in_process("scripts/blocks.py", "--on", "cuda", *pages("cuda"), TRITON_INTERPRET="1")

@@ -77,7 +77,6 @@ def test_recomputed_blocks_have_the_same_bits(model: str, data: Path, tmp_path: 
 
 
 @pytest.mark.sample(1)
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("model", MODELS)
 def test_compiled_blocks_learn_the_same_and_resume(model: str, data: Path, tmp_path: Path) -> None:
     given = {**SMALL, "data": str(data), "model": model, "tie": True, "compile": True, "recompute": True}

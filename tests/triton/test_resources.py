@@ -42,14 +42,12 @@ def test_the_table_is_complete() -> None:
 
 
 @pytest.mark.sample(2)
-@pytest.mark.timeout(300)
 @by_row([row for row in COMPILED if row[0] in CHIPS_RUN])
 def test_resources_of_kernels(row) -> None:
     check(row)
 
 
 @pytest.mark.sample(1)
-@pytest.mark.timeout(300)
 @by_row([row for row in COMPILED if row[0] not in CHIPS_RUN])
 def test_resources_of_kernels_that_have_not_run(row) -> None:
     check(row)
@@ -65,14 +63,12 @@ def check(row: tuple[str, str, int, str]) -> None:
 
 
 @pytest.mark.sample(2)
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("branch", [*BRANCHES, *OF_HOPPER])
 def test_every_branch_compiles(branch) -> None:
     fits("sm_90", OF_HOPPER[branch]() if branch in OF_HOPPER else BRANCHES[branch]())
 
 
 @pytest.mark.sample(1)
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("chip", "branch"), SMALL)
 def test_every_branch_compiles_for_small_chips(chip, branch) -> None:
     fits(chip, BRANCHES[branch](chip=chip))

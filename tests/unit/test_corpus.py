@@ -132,7 +132,6 @@ def test_data_and_copies_are_left_out(files: list[Source], tmp_path: Path) -> No
     assert [file.name for file, _ in texts_of([*files, *more])] == [file.name for file in files]
 
 
-@pytest.mark.timeout(300)
 def test_installed_packages_are_found() -> None:
     found = installed()
     packages = {file.package.split()[0] for file in found}

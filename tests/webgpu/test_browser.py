@@ -31,7 +31,7 @@ from saccade.testing.run import verify
 
 PAGE = Path(__file__).parent / "page"
 # SwiftShader compiles a long kernel in a second
-pytestmark = pytest.mark.timeout(200)
+
 LIMIT = 150
 
 
