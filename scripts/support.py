@@ -101,7 +101,8 @@ biases, ALiBi, sinks and dropout (Philox-4x32-10).
 - **Hopper (H100, H200)**: kernels of their own, in Gluon, for bfloat16 and float16 with D = Dv of 64, 80, 96, 128,
   192 or 256, and with D = 192 and Dv = 128. They compute bands and ascending row intervals (causal, windows,
   documents, prefixes, global tokens), softcap, sinks, and blocks of multiples of 64 (of 128 queries at D of 192 and
-  256). The portable kernels compute everything else; `saccade explain --device h200` prints which kernels are used and why.
+  256). The portable kernels compute everything else; `saccade explain --device h200` prints which kernels are used and
+  why.
 - **Hopper, gradients**: dQ is summed in a fixed order unless `deterministic=False`.
 - **Hopper, 8-bit floats**: the same masks and sizes, and blocks of multiples of 128. D of 192 and 256 is
   computed in bfloat16.
