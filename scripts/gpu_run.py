@@ -60,14 +60,16 @@ def recurrent(part: str) -> Part:
 
 def training(preset: str, together: int, minutes: float) -> Part:
     # a GPU of 80 GB has room for what the preset computes again, and for so many runs together
-    words = f"training.py {{rows}} --device cuda --preset {preset} --dtype bfloat16 --tokens 32768 --resume"
-    words += f" --together {together}"
+    words = f"{trained(preset)} --resume --together {together}"
     words += """ --context 8192 1024 32768 --changes '{{"recompute": false}}'"""
-    return Part(f"training-{preset}", minutes, (f"{words} --commit {{commit}} --data {{tokens}}/{preset}",))
+    return Part(f"training-{preset}", minutes, (words,))
 
 
-CURVE = "training.py {rows} --device cuda --preset gpt2-124m --data {tokens}/gpt2-124m --dtype bfloat16"
-CURVE += " --tokens 32768 --context 1024 --curve 10 --commit {commit}"
+def trained(preset: str) -> str:
+    words = f"training.py {{rows}} --device cuda --preset {preset} --dtype bfloat16 --tokens 32768"
+    return f"{words} --commit {{commit}} --data {{tokens}}/{preset}"
+
+
 PARTS = (
     *tests(),
     Part("tests-log", 1, (f"make test-gpu-log SLICES={SLICES} LOGS={{folder}}",)),
@@ -93,7 +95,7 @@ PARTS = (
     training("llama-30m", 4, 6),
     training("gpt2-124m", 4, 8),
     training("llama-350m", 2, 12),
-    Part("curve", 12, (CURVE,)),
+    Part("curve", 12, (f"{trained('gpt2-124m')} --context 1024 --curve 10",)),
     Part("generation", 8, ("generation.py {rows} --device cuda --commit {commit} --resume",)),
 )
 

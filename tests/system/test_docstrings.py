@@ -18,7 +18,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DOCSTRINGS = runpy.run_path(str(ROOT / "scripts" / "docstrings.py"))
 NAMES: list[str] = DOCSTRINGS["names"]()
-# the first example imports torch and its compiler
 
 
 @pytest.mark.parametrize("name", NAMES)

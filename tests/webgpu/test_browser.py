@@ -31,7 +31,6 @@ from saccade.testing.run import verify
 
 PAGE = Path(__file__).parent / "page"
 # SwiftShader compiles a long kernel in a second
-
 LIMIT = 150
 
 

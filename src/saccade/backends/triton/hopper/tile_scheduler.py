@@ -87,6 +87,13 @@ class RowTile(NamedTuple):
 
 
 @gluon.jit
+def _first_segment(first, last, UP: gl.constexpr):
+    # a key tile without segments reads one and does not use it
+    final = gl.maximum(last - 1, 0)
+    return gl.minimum(first, final) if UP else final
+
+
+@gluon.jit
 def _segment(seg, s, UP: gl.constexpr):
     # the first and the final row tile of segment s, and its kind
     low, high, kind = gl.load(seg + 3 * s), gl.load(seg + 3 * s + 1), gl.load(seg + 3 * s + 2)
@@ -107,9 +114,7 @@ def first_tile(block, schedule, G: gl.constexpr, UP: gl.constexpr, WARPS: gl.con
     for s in range(first, last, 32):
         at, inside = seg + 3 * (s + lane), s + lane < last
         tiles += gl.sum(gl.load(at + 1, inside, 0) - gl.load(at, inside, 0), 0)
-    # a key tile without segments reads one and does not use it
-    final = gl.maximum(last - 1, 0)
-    s = gl.minimum(first, final) if UP else final
+    s = _first_segment(first, last, UP)
     m, end, kind = _segment(seg, s, UP)
     g = 0
     return RowTile(seg, first, last, s, m, end, kind, g), tiles * G
@@ -123,7 +128,7 @@ def next_tile(tile, UP: gl.constexpr):
     if m == end:
         s += STEP
         if (s < first) | (s >= last):
-            s = gl.minimum(first, gl.maximum(last - 1, 0)) if UP else gl.maximum(last - 1, 0)
+            s = _first_segment(first, last, UP)
             g += 1
         m, end, kind = _segment(seg, s, UP)
     else:
