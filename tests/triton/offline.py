@@ -165,7 +165,7 @@ def of_branch(
     more = options.pop("more", False)
     p = Problem(
         2, Tq, 300, 4, 2, D, D, dtype=dtype, device=f"cuda:{chip}", mask=parse(mask), needs_grad=True,
-        return_max=(more := options.pop("more", False)), return_entropy=more, scores=Scores(0.1, **options),
+        return_max=more, return_entropy=more, scores=Scores(0.1, **options),
     )  # fmt: skip
     plan, kind = make_plan(p, limits(p)), getattr(torch, dtype)
     q, o, do, dq = (torch.empty(2, Tq, 4, D, dtype=kind) for _ in range(4))
