@@ -250,7 +250,7 @@ def compare(case: Case, env: Environment, providers: dict[str, tuple[Any, Any]],
                 firsts[name].append(first_token)
     first, *others = drawn.values()
     same = next((n for n, text in enumerate(first) if any(other[n] != text for other in others)), len(first))
-    base = "transformers sdpa" if samples.get("transformers sdpa") else "saccade"
+    base = "transformers sdpa" if "transformers sdpa" in samples.keys() - failed.keys() else "saccade"
     model = next(iter(providers.values()))[1]
     values = {"parameters": sum(x.numel() for x in model.parameters())}
     values |= {"prompt": case.prompt, "prompts": case.prompts, "new": case.tokens}

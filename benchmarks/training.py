@@ -237,10 +237,9 @@ def curves(args: argparse.Namespace, env: Environment) -> Iterator[Row]:
 
 def curve(args: argparse.Namespace, env: Environment) -> Iterator[Row]:
     """One run of the preset, kept next to `out`: the mean of every 50 losses, and the loss of the held-out text."""
-    from saccade.cli.train import share_cores, summarise
+    from saccade.cli.train import summarise
     from saccade.models.training import Trainer
 
-    share_cores()
     context, dtype = args.context[0], args.dtype[0]
     settings = settings_of(args, context, dtype, 0) | {"minutes": args.curve * MINUTE, "validation_rows": 32}
     del settings["steps"]
@@ -255,6 +254,14 @@ def curve(args: argparse.Namespace, env: Environment) -> Iterator[Row]:
     summary = summarise(trainer)
     values = {name: summary[name] for name in ("parameters", "steps", "seconds", "tokens_per_second", "bits_per_byte")}
     yield replace(base, case=f"{args.preset}-{context}-held-out", rate=summary["validation"], note=note(values))
+
+
+def check_curve(words: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End with a message if there are options that a curve does not use."""
+    if len(args.context) != 1 or len(args.dtype) != 1:
+        words.error("--curve is one run: give one --context and one --dtype")
+    if args.losses or args.resume or args.only or args.masks != list(MASKS):
+        words.error("--curve is one new run of all tokens: leave out --losses, --resume, --only and --masks")
 
 
 def main() -> None:
@@ -273,6 +280,12 @@ def main() -> None:
     words.add_argument("--device", default="cpu")
     words.add_argument("--together", type=int, default=len(PEERS), help="runs that have room in the memory")
     args = words.parse_args()
+    if args.curve:
+        from saccade.cli.train import share_cores
+
+        check_curve(words, args)
+        # before torch is imported
+        share_cores()
     env = (environment if args.device == "cpu" else gpu_environment)(args.commit)
     earlier = kept(args.out, env) if args.resume and not args.losses and not args.curve else []
     rows = curve(args, env) if args.curve else curves(args, env) if args.losses else speeds(args, env, earlier)

@@ -1,8 +1,13 @@
-"""The error of a backend that cannot compute a problem."""
+"""The error of a backend that cannot compute a problem, and how to get missing packages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+
+def how_to_install(extra: str) -> str:
+    """What to run for the packages of an extra. Indexes of packages may have another project of the name."""
+    return f"run pip install '.[{extra}]' in a clone of Saccade"
 
 
 class Unsupported(Exception):

@@ -92,29 +92,3 @@ def test_rows(backend, way, D, rng) -> None:
             number, apart = decode(got[at], factors[at], how), np.abs(decode(got[at], factors[at], how) - want[kept])
             np.testing.assert_array_equal(np.isnan(number), np.isnan(decode(*encode(want[kept], how), how)))
             assert (np.nan_to_num(apart) <= np.nan_to_num(coded(want[kept], how))).all()
-
-
-@pytest.mark.parametrize("sizes", [(64, 64), (24, 80), (1, 1), (7, 1), (576, 0)], ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_rows_from_each_length_on(backend, dtype, sizes, rng) -> None:
-    """Tokens of one call go to all rows; those that have no slot are written nowhere. 0: values are a part of keys."""
-    append = load(backend).append_rows
-    if append is None:
-        return
-    import torch
-
-    from saccade.testing.tensors import put
-
-    kind, starts = getattr(torch, dtype), put(np.array([2, -1, 5], np.int32))
-    given = [put(rng.standard_normal((3, 2, 4, D))).to(kind)[:, :, ::2] for D in sizes if D]
-    held = [put(np.full((3, 6, 2, D), np.nan)).to(kind) for D in sizes if D]
-    want = [x.clone() for x in held]
-    for x, array in zip(given, want, strict=True):
-        array[0, 2:4], array[1, 0], array[2, 5] = x[0], x[1, 1], x[2, 0]
-    k, v = (*given, None)[:2]
-    assert append(k, v, held, starts)
-    for x, array in zip(held, want, strict=True):
-        assert torch.equal(x.nan_to_num(99.0), array.nan_to_num(99.0))
-    # numbers that lie apart are left to the formula
-    apart = [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in held]
-    assert append(k, v, apart, starts) is (sizes == (1, 1))

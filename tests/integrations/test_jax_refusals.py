@@ -91,4 +91,4 @@ def test_without_jax() -> None:
     code = "import sys; sys.modules['jax'] = None; import saccade.integrations.jax"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "ImportError: saccade.integrations.jax needs JAX" in done.stderr
-    assert "pip install 'saccade[jax]'" in done.stderr
+    assert "run pip install '.[jax]' in a clone of Saccade" in done.stderr

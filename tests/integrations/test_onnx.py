@@ -212,4 +212,4 @@ def test_old_opsets_are_refused() -> None:
 def test_without_onnxscript() -> None:
     code = "import sys; sys.modules['onnxscript'] = None; import saccade.integrations.onnx"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "pip install 'saccade[onnx]'" in done.stderr
+    assert "run pip install '.[onnx]' in a clone of Saccade" in done.stderr

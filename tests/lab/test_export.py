@@ -79,7 +79,7 @@ def test_states_that_it_lacks_are_refused(static: Any):
     page = static.open("mask?mask=causal()%20%26%20window(5,%205)")
     said = page.get_by_role("alert").inner_text()
     assert said.startswith('Mask is "causal() & window(5, 5)"; this copy of the lab has answers for 50 others')
-    assert said.endswith("For any other: pip install 'saccade[lab]', then saccade lab.")
+    assert said.endswith("For any other: pip install '.[lab]' in a clone of Saccade, then saccade lab.")
     assert page.locator("[aria-invalid]").get_attribute("name") == "mask"
     page = static.open("mask?tq=77")
     assert (

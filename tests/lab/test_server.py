@@ -282,7 +282,7 @@ def test_without_its_packages_it_says_how_to_get_them():
     code += "from saccade.cli.main import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "saccade[lab]" in done.stderr
+    assert "'.[lab]'" in done.stderr
 
 
 def test_the_page_is_in_the_package():

@@ -147,7 +147,7 @@ def test_mlx_is_not_installed(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "mlx.core", None)
     before = device.install(None)
     try:
-        assert device.missing() == ["it needs the package mlx.core: pip install 'saccade[metal]'"]
+        assert device.missing() == ["it needs the package mlx.core: run pip install '.[metal]' in a clone of Saccade"]
         with pytest.raises(Unsupported, match="it needs the package mlx"):
             saccade.attention(*(np.zeros((1, 4, 1, 8), np.float32) for _ in range(3)), backend="metal")
     finally:

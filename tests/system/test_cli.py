@@ -45,7 +45,7 @@ def test_without_typer_it_says_how_to_get_it() -> None:
     code = "import sys; sys.modules['typer'] = None; import saccade.cli.main"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "saccade[cli]" in done.stderr
+    assert "'.[cli]'" in done.stderr
 
 
 def test_version() -> None:

@@ -51,7 +51,7 @@ class Page(HTMLParser):
 @pytest.mark.timeout(600)
 def test_the_site(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     for package in ("sphinx", "furo", "myst_parser", "sphinx_copybutton", "wgpu"):
-        pytest.importorskip(package, reason="pip install 'saccade[docs,webgpu]'")
+        pytest.importorskip(package, reason="pip install '.[docs,webgpu]'")
     site = tmp_path / "site"
     done = subprocess.run(
         [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", str(tmp_path / "state"), "docs", str(site)],

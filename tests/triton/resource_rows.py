@@ -29,7 +29,7 @@ from offline import (
     recorded,
 )
 
-from saccade.backends import Extras, Inputs
+from saccade.backends import Extras, Inputs, tested
 from saccade.backends.triton import hopper, limits, tangent, versions
 from saccade.mask import parse
 from saccade.plan import make_plan
@@ -186,7 +186,7 @@ ROWS: dict[tuple[str, str, int, str], Callable[[], dict[str, Taken]]] = (
 
 def chips_of(version: str) -> Collection[str]:
     """The chips that the table has for a version: all of them only for the first."""
-    return CHIPS if version == versions.COMPILED[0] else ("sm_80", "sm_90")
+    return CHIPS if version == tested.TRITON_COMPILED[0] else ("sm_80", "sm_90")
 
 
 def read() -> list[list[str]]:

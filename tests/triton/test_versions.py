@@ -13,10 +13,11 @@ import pytest
 
 pytest.importorskip("triton")
 
+from saccade.backends import tested
 from saccade.backends.triton import versions
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-OTHERS = [version for version in versions.COMPILED if version != versions.CURRENT]
+OTHERS = [version for version in tested.TRITON_COMPILED if version != versions.CURRENT]
 NEWEST = OTHERS[-1]
 # cases of the contract suite that take seconds in the interpreter
 CASES = ("T1-float32", "heads-gqa-bfloat16", "mask-documents-causal-float32", "all-float32", "gates-bfloat16")

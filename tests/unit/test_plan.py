@@ -244,8 +244,7 @@ def small_and_large_calls() -> None:
     small_calls()
     for _ in range(4):
         (NUMBERS[1:] < NUMBERS[:-1]).any()
-    pages = mmap.mmap(-1, NUMBERS.nbytes // 2, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    np.frombuffer(pages, NUMBERS.dtype)[:] = 1
+    np.frombuffer(mmap.mmap(-1, 1 << 19, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)[:] = 1
 
 
 NUMBERS = np.arange(131072)

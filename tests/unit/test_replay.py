@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
+
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from saccade.models import batching, graphs, replay  # noqa: E402
 from saccade.models.batching import serve  # noqa: E402
@@ -98,6 +106,93 @@ def test_steps_of_static_shapes_end_and_refuse_what_is_not_finite() -> None:
     steps = Steps(model, caches, Sampler(0.9), capture=lambda step, *_: step)
     with pytest.raises(FloatingPointError, match=r"sequences \[0\] of the batch are not finite"):
         list(steps.run(logits, 50, torch.Generator()))
+
+
+class Reads(TorchDispatchMode):
+    """Refers weakly to the arrays that operations read and did not make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[torch.Tensor] = []
+        self.read: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        mine = {x.untyped_storage().data_ptr() for x in self.made}
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in mine:
+                self.read.append(StorageWeakRef(x.untyped_storage()))
+        out = function(*args, **kwargs or {})
+        self.made += [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        return out
+
+
+def test_kept_steps_read_only_what_is_kept(monkeypatch) -> None:
+    """A graph reads arrays where they were, so they must not be freed between calls."""
+    model, prompts = small(eos_token_id=-1), [[1, 2, 3], [4, 5]]
+    read: list[StorageWeakRef] = []
+
+    def noted(step, device, undo):
+        step = tried_first(step, device, undo)
+        with Reads() as reads:
+            step()
+        undo()
+        read.extend(reads.read)
+        return step
+
+    monkeypatch.setattr(type(model), "replayable", lambda *_: True)
+    monkeypatch.setattr(replay, "captured", noted)
+    model.steps_compiled = True
+    expected = list(generate(model, prompts, 5, Sampler(0.0)))
+    for _ in range(2 + len(model.blocks)):
+        assert list(generate(model, prompts, 5, Sampler(0.0))) == expected
+    assert len(read) > 20
+    assert not any(x.expired() for x in read)
+
+
+def test_kept_steps_are_freed_where_they_are_not_used(monkeypatch) -> None:
+    model, prompts = small(eos_token_id=-1), [[1, 2, 3]]
+    monkeypatch.setattr(type(model), "replayable", lambda *_: True)
+    monkeypatch.setattr(replay, "captured", tried_first)
+    monkeypatch.setattr(batching, "PagedSteps", lambda *args: PagedSteps(*args, capture=tried_first))
+    for use in (
+        lambda: list(generate(model, prompts, 5, Sampler(0.0), keep=(1, 4))),
+        lambda: list(generate(model, prompts, 5, Sampler(0.0), draft="ngram")),
+        lambda: list(serve(model, prompts, 5, Sampler(0.0))),
+        model.forget_steps,
+    ):
+        model.steps_compiled = True
+        list(generate(model, prompts, 5, Sampler(0.0)))
+        assert model.kept_steps is not None
+        # without compiled methods, which are tested below
+        model.steps_compiled = False
+        use()
+        assert model.kept_steps is None
+
+
+def test_threads_compile_methods_in_turn_and_restore_them() -> None:
+    model = small()
+    own = model.blocks[0].mlp.forward = partial(model.blocks[0].mlp.forward)
+
+    def hold(_: int) -> None:
+        with graphs.fused(model, 1):
+            time.sleep(0.05)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(hold, range(4)))
+    assert model.blocks[0].mlp.forward is own
+    assert "forward" not in vars(model.blocks[1].mlp)
+
+
+def test_a_copy_computes_with_its_own_weights() -> None:
+    model, tokens = small(), some_tokens(1, 5)
+    model.compile(backend="eager")
+    model.summed = torch.compile(model.summed, backend="eager")
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    with torch.no_grad():
+        for x in twin.parameters():
+            x.zero_()
+        assert not twin(tokens).any()
+        assert model(tokens).any()
 
 
 def test_compiled_steps_draw_the_same_tokens(monkeypatch) -> None:

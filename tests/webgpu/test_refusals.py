@@ -56,7 +56,7 @@ try:
 except Unsupported as error:
     print(error)
 """
-    assert "it needs the package wgpu: pip install" in python(load)
+    assert "it needs the package wgpu: run pip install" in python(load)
 
 
 def test_a_driver_that_cuts_loops_short(python: Callable[..., str]):

@@ -77,7 +77,8 @@ class KVCache(Storage):
         if gate_heads is not None:
             gates.add_room(self, gate_heads)
         self.lengths: Any = 0 * self._arrays.steps(batch, "int32")
-        self._evicted: Any = self.lengths
+        # int32 [batch] once tokens were evicted
+        self._evicted: Any = 0
         # an upper bound of all lengths that the host knows, so that an append need not wait for a device
         self._bound = 0
 
@@ -261,7 +262,7 @@ class KVCache(Storage):
     def reset(self) -> None:
         """Remove all tokens; the arrays stay allocated."""
         self.lengths = self.lengths * 0
-        self._evicted = self.lengths
+        self._evicted = 0
         self._bound = 0
 
 

@@ -61,7 +61,7 @@ def generate(
     with show.plain_errors("generate", "train"):
         check_options(prompt, prompts, dtype, numbers, backend)
         check_compiled(compiled, {"--window": window, "--rows": rows, "--draft": draft})
-        net, tokenizer = loaded(model, dtype, device, compiled)
+        net, tokenizer = loaded(model, dtype, device, compiled, prompts is not None)
         from saccade.models.batching import serve
         from saccade.models.drafts import Draft
         from saccade.models.sampling import Sampler
@@ -106,10 +106,11 @@ def per_call(drafts: Draft | None) -> str:
     return "" if drafts is None else f", {drafts.tokens_per_call:.2f} tokens per call"
 
 
-def loaded(folder: Path, dtype: str, device: str, compiled: bool) -> tuple[Any, Tokenizer]:
-    """A folder's model on a device, and its tokenizer. compiled: whether its steps will be compiled.
+def loaded(folder: Path, dtype: str, device: str, compiled: bool, served: bool) -> tuple[Any, Tokenizer]:
+    """A folder's model on a device, and its tokenizer. compiled, served: whether its steps are compiled, in pages.
 
-    Raises as `load_model`, `load_tokenizer`, `device_of` and `Decoder.compile_steps` do.
+    Raises as `load_model`, `load_tokenizer`, `device_of` and `Decoder.compile_steps` do, and ValueError for both if no
+    steps with its pages are replayed.
     """
     with show.working(Console(stderr=True), "loading the model"):
         import torch
@@ -120,6 +121,11 @@ def loaded(folder: Path, dtype: str, device: str, compiled: bool) -> tuple[Any, 
         net = load_model(folder, getattr(torch, dtype), device_of(device))
         if compiled:
             net.compile_steps()
+            if served and not net.replayable(net.make_pages(1, 1)):
+                raise ValueError(
+                    f"--compile is given with --prompts for a {type(net).__name__}, whose pages hold latent rows: "
+                    "no steps are replayed with them; give one of the two"
+                )
         return net, load_tokenizer(folder / "tokenizer.json")
 
 

@@ -6,10 +6,12 @@ import importlib
 import os
 from collections.abc import Callable
 
+from saccade.errors import how_to_install
+
 try:
     import typer
 except ImportError:
-    raise SystemExit("saccade: the command line needs typer and rich: pip install 'saccade[cli]'") from None
+    raise SystemExit(f"saccade: the command line needs typer and rich: {how_to_install('cli')}") from None
 
 from saccade.cli import show
 

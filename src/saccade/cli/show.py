@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from saccade.errors import Unsupported
+from saccade.errors import Unsupported, how_to_install
 
 # width in columns of a table that is not printed on a terminal
 PIPED = 120
@@ -92,7 +92,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, title: str =
     for name in head:
         out.add_column(name, overflow="fold")
     for row in rows:
-        # brackets, as in saccade[metal], are not markup
+        # brackets, as in .[metal], are not markup
         out.add_row(*(escape(str(cell)) for cell in row))
     render(out)
 
@@ -123,7 +123,7 @@ def install(error: ImportError, extra: str) -> str:
     if error.name is None or error.name.partition(".")[0] not in EXTRAS:
         return str(error)
     name = error.name.partition(".")[0]
-    return f"{name} is not installed; pip install 'saccade[{extra or EXTRAS[name]}]'"
+    return f"{name} is not installed; {how_to_install(extra or EXTRAS[name])}"
 
 
 def need(module: str, extra: str = "") -> None:

@@ -14,11 +14,13 @@ first derivatives in reverse mode, and no others.
 
 from __future__ import annotations
 
+from ..errors import how_to_install
+
 try:
     # registers the handlers, for programs that are loaded
     from ..frameworks import jax as _jax  # pyright: ignore[reportUnusedImport] # noqa: F401
 except ModuleNotFoundError as error:
-    raise ImportError(f"saccade.integrations.jax needs JAX ({error}): pip install 'saccade[jax]'") from error
+    raise ImportError(f"saccade.integrations.jax needs JAX ({error}): {how_to_install('jax')}") from error
 
 from ..api import attention, attention_backward
 

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import Unsupported, how_to_install
+
 try:
     from onnxscript import evaluator, ir, opset23
 except ModuleNotFoundError as error:
-    raise ImportError(f"saccade.integrations.onnx needs onnxscript ({error}): pip install 'saccade[onnx]'") from error
+    raise ImportError(f"saccade.integrations.onnx needs onnxscript ({error}): {how_to_install('onnx')}") from error
 
-from ..errors import Unsupported
 from ..frameworks import torch_op as torch_op  # registers the operators
 from ..frameworks.torch_arguments import FORWARD
 from ..frameworks.torch_mask import used

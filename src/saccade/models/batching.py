@@ -88,6 +88,7 @@ def serve(
         yield from ((n, []) for n in range(len(prompts)))
         return
     draft, model, chunk = Draft.of(draft), model.eval(), chunk or CHUNK
+    model.forget_steps()
     longest = max((len(prompt) for prompt in prompts), default=0) + tokens + depth_of(draft, model)
     columns, most = -(-longest // page_size) + 1, min(batch, len(prompts))
     # a page more per prompt, because forks copy one, the pages of one more prompt, for prefixes of ended prompts, and

@@ -62,8 +62,8 @@ class Decoder(nn.Module):
     kept_steps: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy of a graph would read the weights of this model
-        return {name: value for name, value in vars(self).items() if name != "kept_steps"}
+        # copied graphs would read the weights of this model, and compiled functions are not pickled
+        return {name: x for name, x in super().__getstate__().items() if name not in ("kept_steps", "summed")}
 
     @abstractmethod
     def hidden(
@@ -138,8 +138,8 @@ class Decoder(nn.Module):
         """Let torch.compile fuse what surrounds the products, in steps that an NVIDIA GPU replays for each new token.
 
         The second new token waits some seconds for it. `generate` keeps its caches and its CUDA graph for calls with as
-        many prompts, the same options, and texts of at least half the length. `generate` and `serve` say which of their
-        steps are replayed. Raises ValueError for a model whose steps are never replayed.
+        many prompts, the same options, and texts of at least half the length; `forget_steps` frees them. `generate` and
+        `serve` say which of their steps are replayed. Raises ValueError for a model whose steps are never replayed.
         """
         if not self.replayable(self.make_caches(1, 1)):
             raise ValueError(
@@ -147,6 +147,10 @@ class Decoder(nn.Module):
                 "NVIDIA GPU, and for models without recurrent layers, experts and indexers"
             )
         self.steps_compiled = True
+
+    def forget_steps(self) -> None:
+        """Free the caches and the CUDA graph that `generate` keeps after `compile_steps`."""
+        self.kept_steps = None
 
     def replayable(self, stores: Sequence[KVCache] | Sequence[PagedKVCache] | StackCache) -> bool:
         """Whether steps with these caches or pages have static shapes, on a GPU.
@@ -238,12 +242,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: LlamaConfig | HybridConfig) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
-        width, bias = config.hidden_size, config.attention_bias
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim, width, bias = config.head_dim, config.hidden_size, config.attention_bias
         self.q_proj = Linear(width, self.heads * self.head_dim, bias=bias)
         self.k_proj = Linear(width, self.kv_heads * self.head_dim, bias=bias)
         self.v_proj = Linear(width, self.kv_heads * self.head_dim, bias=bias)

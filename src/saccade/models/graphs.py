@@ -6,6 +6,7 @@ of new tokens. Tokens, lengths and the number of steps stay at their addresses a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from ..caches.contiguous import KVCache
+from ..captures import holding
+from . import gpt2
 from .blocks import Attention, Decoder, RMSNorm, SwiGLU
 from .sampler import Sampler, not_finite, uniform
 from .stores import PagedStep
@@ -21,7 +24,15 @@ from .stores import PagedStep
 # steps before the capture, which compile kernels; they need room in the caches, as does the captured one
 WARM = 2
 # the methods that surround products with small operations
-FUSED = {RMSNorm: "forward", Attention: "project", SwiGLU: "forward"}
+FUSED = {
+    RMSNorm: "forward",
+    Attention: "project",
+    SwiGLU: "forward",
+    gpt2.Attention: "project",
+    gpt2.FeedForward: "forward",
+}
+# one call at a time replaces methods of a model
+_fusing = threading.Lock()
 
 # (step, device, undo) -> a function that repeats the step; undo: undoes steps that were only tried
 Capture = Callable[[Callable[[], None], torch.device, Callable[[], None]], Callable[[], None]]
@@ -41,13 +52,14 @@ def captured(step: Callable[[], None], device: torch.device, undo: Callable[[], 
         # the graph has a workspace of products of its own: torch frees the common one when it captures another graph
         forget()
         # calls of other threads to CUDA do not end the capture
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        with holding() as read, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             step()
         forget()
+    alive = graph, read
 
     def replay() -> None:
         with torch.cuda.device(device):
-            graph.replay()
+            alive[0].replay()
 
     return replay
 
@@ -60,13 +72,17 @@ def fused(model: Decoder, rows: int) -> Generator[None]:
     """
     options: dict[str, Any] = {"coordinate_descent_tuning": rows == 1}
     parts = [(part, name) for part in model.modules() for kind, name in FUSED.items() if isinstance(part, kind)]
-    for part, name in parts:
-        setattr(part, name, torch.compile(getattr(part, name), dynamic=False, options=options))
-    try:
-        yield
-    finally:
+    with _fusing:
+        before = [vars(part).get(name) for part, name in parts]
         for part, name in parts:
-            delattr(part, name)
+            setattr(part, name, torch.compile(getattr(part, name), dynamic=False, options=options))
+        try:
+            yield
+        finally:
+            for (part, name), own in zip(parts, before, strict=True):
+                delattr(part, name)
+                if own is not None:
+                    setattr(part, name, own)
 
 
 class Draws:

@@ -121,20 +121,19 @@ def caches_of(
 
     After `compile_steps`, those of an earlier call if they fit, because a capture takes as long as many steps.
     """
-    key = None
+    # taken from the model, so that no other call has them at the same time
+    key, kept = None, vars(model).pop("kept_steps", None)
     if model.steps_compiled:
         # a graph reads the weights where they were
         weights = [x.data_ptr() for x in (*model.parameters(), *model.buffers())]
         key = rows, sampler, quantised, backend, model.config.ends, weights
         capacity = -(-capacity // GRAIN) * GRAIN
-        # taken from the model, so that no other call has them at the same time
-        kept = vars(model).pop("kept_steps", None)
         if kept is not None and kept.key == key and capacity <= kept.capacity <= 2 * capacity:
             for cache in kept.caches:
                 cache.reset()
             return kept.caches, kept
-        # their memory is freed before the next ones are made
-        del kept
+    # their memory is freed before the next ones are made
+    del kept
     caches = model.make_caches(rows, capacity, quantised)
     if isinstance(caches, StackCache) or not model.replayable(caches):
         return caches, None

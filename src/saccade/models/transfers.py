@@ -18,9 +18,11 @@ def sent(x: Tensor, device: torch.device | None) -> Tensor:
 def later(numbers: Sequence[Tensor]) -> Callable[[], list[float]]:
     """A function that returns numbers [] of an NVIDIA GPU, and waits for nothing that is computed after this call."""
     copied = torch.empty(len(numbers), pin_memory=True)
-    copied.copy_(torch.stack([x.detach().float() for x in numbers]), non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
+    # an event is recorded on the current GPU
+    with torch.cuda.device(numbers[0].device):
+        copied.copy_(torch.stack([x.detach().float() for x in numbers]), non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
 
     def read() -> list[float]:
         event.synchronize()

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...arrays import is_torch, namespace
-from ...errors import Unsupported
+from ...errors import Unsupported, how_to_install
 from .interface import Runtime
 
 Array = NDArray[Any]
@@ -33,7 +33,7 @@ def missing() -> list[str]:
     try:
         import mlx.core as mx
     except ImportError as error:
-        return [f"it needs the package {error.name}: pip install 'saccade[metal]'"]
+        return [f"it needs the package {error.name}: {how_to_install('metal')}"]
     return [] if mx.metal.is_available() else ["this machine has no Metal device: run it on a Mac with Apple silicon"]
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from ...combinations import not_with_select
-from ...errors import Unsupported
+from ...errors import Unsupported, how_to_install
 from ...plan import Limits, Plan, make_plan
 from ...problem import Problem
 from ...statistics import sink_delta, sinks_gradient
@@ -24,7 +24,7 @@ try:
 
     import triton  # noqa: F401 # pyright: ignore[reportUnusedImport]
 except ImportError as error:
-    raise Unsupported("triton", [f"it needs the package {error.name}: pip install 'saccade[triton]'"]) from error
+    raise Unsupported("triton", [f"it needs the package {error.name}: {how_to_install('triton')}"]) from error
 from . import hopper, launch, launch_backward, launch_decode, on_device, support, tokens, versions
 from .chip import chip_of, elsewhere, interpreted, multiprocessors, on
 from .replay import AttentionRecorder, Recorder, Replay

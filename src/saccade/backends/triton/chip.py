@@ -55,20 +55,6 @@ def on(x: torch.Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-# what captured graphs read
-_captured: dict[int, Any] = {}
-
-
-def keep_captured(x: Any, device: torch.device) -> Any:
-    """x, whose arrays on this device kernels read; referenced for good while a CUDA graph is captured.
-
-    The graph reads them for as long as it lives, and plans are forgotten.
-    """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _captured[id(x)] = x
-    return x
-
-
 def upload(numbers: Any, device: torch.device) -> torch.Tensor:
     """Copy numbers of the host to the device as int32, without waiting.
 

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ...captures import keep_captured
 from ...mask.forms import GRIDS_IN, GRIDS_OUT, ROWS_IN, ROWS_OUT, STRIDE, Grid, Lowered, Rows
 from ...mask.tiling import PARTIAL
 from ...plan import Part, Plan
 from .. import plan_encoding
 from ..plan_encoding import INTERVAL, RECORD, Int32, Words, longest_first
-from .chip import keep_captured, upload
+from .chip import upload
 from .kernels.masks import BAND, GENERAL, ROWS, UNION, Place
 from .on_device import EVERY_PAIR, Intervals, segments
 

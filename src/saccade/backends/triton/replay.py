@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
+from ...captures import keep_captured
 from . import chip, launch, versions
 
 # the number of addresses of one array whose descriptors are cached; the number of recurrences whose replays are
@@ -113,7 +114,7 @@ class Replay:
             self.known[key] = _recording(call, arrays, results)
             return results
         # lists of the plan are constants of the recording
-        chip.keep_captured(recording, self.device)
+        keep_captured(recording, self.device)
         new = [self.empty(x.shape, x.strides, x.dtype) for x in recording.allocations]
         for x, allocation in zip(new, recording.allocations, strict=True):
             if allocation.zero:

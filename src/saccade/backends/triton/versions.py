@@ -6,8 +6,8 @@ import torch
 
 import triton
 
-from ..tested import TRITON_COMPILED as COMPILED
 from ..tested import TRITON_RUN as RUN
+from ..tested import triton_known
 
 CURRENT = ".".join(triton.__version__.split(".")[:2])
 # the launcher takes the arguments one by one; later versions take one list
@@ -20,5 +20,4 @@ def why_not() -> str:
         return "torch is built for AMD GPUs, and these kernels need an NVIDIA GPU"
     if CURRENT in RUN:
         return ""
-    known = "they compile, but have not run on a GPU" if CURRENT in COMPILED else "they are not known to compile"
-    return f"Triton is {triton.__version__}, with which {known}; they have run with {', '.join(RUN)}"
+    return f"Triton is {triton.__version__} ({triton_known(CURRENT)}); they are used with {', '.join(RUN)}"

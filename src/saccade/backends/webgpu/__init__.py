@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...arrays import narrow, widened
-from ...errors import Unsupported
+from ...errors import Unsupported, how_to_install
 from ...plan import Limits, Plan, make_plan, positions
 from ...problem import Problem
 from ...quantised import Quantised
@@ -25,7 +25,7 @@ try:
     from .arrays import GpuArray, array, empty
     from .device import Gpu, at, open_gpu
 except ImportError as error:
-    raise Unsupported("webgpu", [f"it needs the package {error.name}: pip install 'saccade[webgpu]'"]) from error
+    raise Unsupported("webgpu", [f"it needs the package {error.name}: {how_to_install('webgpu')}"]) from error
 from . import codes, gradients, shapes, support, texts, tiled
 from .documented import run
 from .support import STORED, describe, explain

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from saccade.errors import how_to_install
 from saccade.plot.canvas import checked
 
 from .. import show
@@ -50,7 +51,7 @@ def bench(
     for path, option in ((out, "--out"), (plot, "--plot")):
         show.folder_of(path, option)
     if not read and peers != "none" and not has_torch():
-        show.fail("torch is not installed; pip install 'saccade[torch]', or measure Saccade alone with --peers none")
+        show.fail(f"torch is not installed; {how_to_install('torch')}, or measure Saccade alone with --peers none")
     if not read:
         table = _measure(chosen, out, only_peers=peers, threads=threads, seconds=seconds, quick=quick)
     verdicts = report.verdicts(table)

@@ -2,7 +2,7 @@
 
 import { bytes } from './bytes.js';
 
-const MORE = "For any other: pip install 'saccade[lab]', then saccade lab.";
+const MORE = "For any other: pip install '.[lab]' in a clone of Saccade, then saccade lab.";
 const tables = new Map();
 let labels = {};
 

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ....captures import keep_captured
 from ....mask.forms import ROWS_IN, ROWS_OUT, STRIDE, Lowered
 from ....plan import Plan
 from ....plan_parts import Ranges
 from ....problem import OPTIONS, Problem
 from ...plan_encoding import longest_first
 from .. import versions
-from ..chip import interpreted, keep_captured, upload
+from ..chip import interpreted, upload
 from ..launch import AttentionLaunch
 from ..on_device import Intervals, every_pair, segments
 from . import sizes

@@ -137,7 +137,7 @@ def append_rows(k, v, starts, T, heads, sizes: tl.constexpr):
     Grid: rows x tokens x heads, k and v.
     """
     h, token = tl.program_id(0) % heads, tl.program_id(0) // heads
-    b, t = (token // T).to(tl.int64), token % T
+    b, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
     slot = tl.load(starts + b).to(tl.int64) + t
     if tl.program_id(1) == 0:
         _copy(k, b, t, h, slot, sizes.D, sizes.BLOCK)
