@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 
 import transformers as hf
 from transformers_compare import Outcome
 
-WIDEST_REASON = 80
 KINDS = ("equal", "refused", "not routed", "no attention", "not built")
 HEAD = """# Saccade in transformers
 
@@ -38,8 +38,8 @@ numbers, are used unchanged.
 that it cannot convert, for a model that computes with its mask, and for attention weights (`output_attentions`). Use
 `attn_implementation="sdpa"` for such models, or "eager" for attention weights.
 
-**Padding** may be on the left or on the right of the tokens, not between them. Ignore the outputs at padding: attention
-gives zeros there, and eager attention other numbers.
+**Padding** may be on the left or on the right of the tokens, not between them. Ignore the outputs at padding. A
+padded query that sees no token gives 0; the others give numbers without a meaning, not those of eager attention.
 
 **Packed sequences** need `position_ids` that start at 0 in each sequence, `use_cache=False` and no `attention_mask`.
 `cu_seq_lens_q` alone is refused.
@@ -59,31 +59,57 @@ vLLM.
 ## Models of transformers {version}
 
 `python scripts/transformers_matrix.py --write` runs every architecture, tiny and in float64, with weights of
-1.3/sqrt(fan-in), and writes this table. "Equal" means that logits, gradients, logits with left and right padding, and
-greedy text equal those of eager attention or sdpa. Models that take images or sound with text are run on text. Their
-vision and audio parts have rows of their own if transformers has a class for them.
+1.3/sqrt(fan-in), and writes this section and [all rows](assets/transformers.csv). Models that take images or sound with
+text are run on text. Their vision and audio parts have names of their own if transformers has a class for them.
+{equal} models are equal, {refused} are refused, {not_routed} are not routed, and none is wrong.
 
-{equal} are equal, {refused} are refused, {not_routed} are not routed, and none is wrong. {no_attention} have no
-attention, and {not_built} were not tried.
 """
-NOT_TRIED = (
-    "The script cannot build tiny versions of these or does not know their inputs. The reason is the first error."
-)
+SECTIONS = {
+    "equal": (
+        "Equal",
+        "Logits, gradients, logits with left or right padding, and greedy text equal those of eager attention or sdpa.",
+    ),
+    "refused": ("Refused", "`saccade.Unsupported` is raised, with one of these reasons."),
+    "not routed": (
+        "Not routed",
+        "These accept the name, but compute attention by code of their own, without Saccade.",
+    ),
+    "no attention": ("Without attention", ""),
+    "not built": (
+        "Not tried",
+        "The script cannot build tiny versions of these or does not know their inputs. The rows have the first error.",
+    ),
+}
 
 
 def page(known: Mapping[str, Outcome]) -> str:
     """The text of docs/transformers.md."""
     of = {kind: [row for row in known.values() if row.outcome == kind] for kind in KINDS}
     head = HEAD.format(version=hf.__version__, **{kind.replace(" ", "_"): len(rows) for kind, rows in of.items()})
-    table = [row for row in known.values() if row.outcome in ("equal", "refused", "not routed")]
-    lines, notes = [head, "| model | outcome | reason |", "|---|---|---|"], dict[str, int]()
-    for row in table:
-        reason = row.reason
-        if len(reason) > WIDEST_REASON:
-            reason = f"note {notes.setdefault(reason, len(notes) + 1)}"
-        lines.append(f"| {row.model} | {row.outcome} | {reason.replace('|', '/').replace('<', '&lt;')} |")
-    lines += ["", "Notes:", "", *(f"{number}. {reason.replace('<', '&lt;')}" for reason, number in notes.items())]
-    lines += ["", "## Models without attention", "", ", ".join(row.model for row in of["no attention"]) + "."]
-    lines += ["", "## Models that were not tried", "", NOT_TRIED, ""]
-    lines += [f"- {row.model}: {row.reason.replace('<', '&lt;')}" for row in of["not built"]]
-    return "\n".join(lines) + "\n"
+    parts = [head.rstrip("\n")]
+    for kind, (title, text) in SECTIONS.items():
+        parts += [f"### {title}: {len(of[kind])}", *[filled(text)] * bool(text)]
+        if kind == "refused":
+            parts.append(reasons(of[kind]))
+        else:
+            parts.append(filled(", ".join(row.model for row in of[kind]) + "."))
+    return "\n\n".join(parts) + "\n"
+
+
+def filled(text: str, indent: str = "") -> str:
+    """The text in lines of at most 120 characters, without breaks inside of words."""
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False, subsequent_indent=indent)
+
+
+def reasons(refused: list[Outcome]) -> str:
+    """A list of the reasons for which models are refused, the most frequent first."""
+    models: dict[str, list[str]] = {}
+    for row in refused:
+        models.setdefault(row.reason, []).append(row.model)
+    order = sorted(models.items(), key=lambda item: -len(item[1]))
+    return "\n".join(filled(f"- {shown(reason)}: {', '.join(names)}", "  ") for reason, names in order)
+
+
+def shown(reason: str) -> str:
+    """A reason in Markdown, whose `__` would otherwise be bold text."""
+    return reason.replace("<", "&lt;").replace("__", r"\_\_")
