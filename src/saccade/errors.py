@@ -16,7 +16,7 @@ class Unsupported(Exception):
     Saccade never falls back to another backend: the caller named this one, or no other one can read the arrays.
 
     Attributes:
-        backend: name of the backend that refuses.
+        backend: name of the backend that refuses, or of an interface, such as torch.
         reasons: every reason, each with what to do instead.
 
     Examples:
@@ -34,8 +34,14 @@ class Unsupported(Exception):
     def __init__(self, backend: str, reasons: Iterable[str]):
         self.backend = backend
         self.reasons = list(reasons)
-        lines = [f"the {backend} backend cannot compute this:"] + [f"  - {reason}" for reason in self.reasons]
-        super().__init__("\n".join(lines))
+        super().__init__("\n".join([f"{self.what}:"] + [f"  - {reason}" for reason in self.reasons]))
+
+    @property
+    def what(self) -> str:
+        """What happened, without the reasons."""
+        if self.backend in ("cpu", "triton", "webgpu", "metal"):
+            return f"the {self.backend} backend cannot compute this"
+        return f"{self.backend}: this call is refused"
 
     def __reduce__(self) -> tuple[type[Unsupported], tuple[str, list[str]]]:
         return Unsupported, (self.backend, self.reasons)

@@ -142,7 +142,7 @@ def need(module: str, extra: str = "") -> None:
 def sentence(error: BaseException) -> str:
     """An error on one line: file and fault if the system raised it, the reasons if a backend did."""
     if isinstance(error, Unsupported):
-        return f"the {error.backend} backend cannot compute this: {'; '.join(error.reasons)}"
+        return f"{error.what}: {'; '.join(error.reasons)}"
     if isinstance(error, OSError) and error.strerror:
         where = "" if error.filename is None else f"{error.filename}: "
         return f"{where}{error.strerror[0].lower()}{error.strerror[1:]}"
