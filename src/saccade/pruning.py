@@ -35,6 +35,8 @@ def pruned(mask: Mask | None, q: Any, k: Any, bias: Bias, scale: float | None, s
             f"prune is given with the mask {None if mask is None else brief(mask)}; expected causal, window, documents "
             f"and keys joined by &, under which a query sees the key at its own position"
         )
+    if q.ndim == 3:
+        q, k = q[None], k[None]
     B, Tq, Hq, D = q.shape
     Tk = k.shape[1]
     if not B * Tq * Tk:

@@ -36,7 +36,10 @@ def sinks_gradient(sinks: Any, lse: Any, delta: Any, *, log2: bool = False) -> A
 
 def sink_delta(delta: Any, sinks: Any, lse: Any, dentropy: Any) -> Any:
     """The Δ [..., Hq] of sinks, whose logarithms of weights also enter the entropy; dentropy: its gradient, or None."""
-    return delta if dentropy is None else delta + dentropy * (sinks - lse)
+    if dentropy is None:
+        return delta
+    # a sink of -inf has no weight
+    return delta + dentropy * namespace(lse).where(sinks == -np.inf, 0.0, sinks - lse)
 
 
 def sinks_gradient_of(stats: Any, sinks: Any) -> Float32:

@@ -208,13 +208,16 @@ def open_ended(tokenizer: Tokenizer, prompts: list[str]) -> tuple[list[list[int]
     """Token ids of the prompts without their last token, and bool [B, vocab]: the tokens that may replace it.
 
     A prompt may end inside a token, as `"def "` does, and a model has never seen text that continues from there. So its
-    last token is dropped, and the first drawn token must start with the text of the dropped one.
+    last token is dropped, and the first drawn token must start with the text of the dropped one. A prompt begins with
+    the special tokens that its tokenizer puts before a text.
     """
     starts: list[list[int]] = []
     first: list[np.ndarray] = []
-    for ids in tokenizer.encode(prompts):
-        starts.append([*ids[:-1].tolist()] or [0])
-        first.append(tokenizer.continuations(int(ids[-1])) if len(ids) else np.ones(tokenizer.vocab_size, bool))
+    for before, ids in map(tokenizer.opening, prompts):
+        start = [*before, *ids[:-1]] or ([] if tokenizer.begin is None else [tokenizer.begin])
+        dropped = ids[-1:] if start else []
+        starts.append(start or ids)
+        first.append(tokenizer.continuations(dropped[0]) if dropped else np.ones(tokenizer.vocab_size, bool))
     return starts, np.stack(first)
 
 

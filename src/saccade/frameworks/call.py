@@ -19,7 +19,7 @@ from ..mask.checks import check_shapes
 from ..operands import NO_SIDE, Options, Request, Side, Spec
 from ..plan import Plan, sees_later_keys
 from ..problem import Problem
-from .source import STRIDED, Source, in_use, with_gates
+from .source import STRIDED, Source, first_of_side, in_use, with_gates
 
 # the most calls that are cached: for all masks without arrays, and for each mask with arrays
 MOST_CALLS = 512
@@ -40,11 +40,7 @@ def first_keys(cache: Any, lengths: Any, request: Request, *, cut: bool = True) 
     batch, capacity = cache.k.shape[:2]
     longest, mask = in_use(lengths, batch, capacity, request.mask, cut=cut)
     request = with_gates(request, getattr(cache, "gates", None))
-    side = request.side
-    if longest < capacity and side.bias is not None and getattr(side.bias, "shape", ())[-1:] == (capacity,):
-        side = side._replace(bias=side.bias[..., :longest])
-    if longest < capacity and side.log_f is not None and side.log_f.shape[1] == capacity:
-        side = side._replace(log_f=side.log_f[:, :longest])
+    side = first_of_side(request.side, longest, capacity)
     if mask is not request.mask or side is not request.side:
         request = Request(mask, side, request.options, request.seed)
     return longest, request

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..backends import Extras
 from ..mask import Mask, keys
-from ..operands import PLAIN, Request, Spec
+from ..operands import PLAIN, Request, Side, Spec
 from ..problem import Problem, describe
 from ..quantised import Quantised
 
@@ -153,12 +153,23 @@ def pages_in_use(cache: Any, request: Request = PLAIN) -> tuple[Source, Request]
     # kernels may read unused entries of the table, so these must be valid pages
     table = np.ascontiguousarray(np.where(check_pages(table, lengths, n, page_size), table, 0))
     source = stored(cache)
-    tokens, mask = in_use(lengths, B, width * page_size, request.mask)
+    capacity = width * page_size
+    tokens, mask = in_use(lengths, B, capacity, request.mask)
     gates = getattr(cache, "gates", None)
     if gates is not None:
         of_pages = table if isinstance(gates, np.ndarray) else gates.new_tensor(table).long()
-        gates = gates[of_pages].reshape(B, width * page_size, -1)[:, :tokens]
-    return source.behind(table, page_size, tokens), with_gates(Request(mask, *request[1:]), gates)
+        gates = gates[of_pages].reshape(B, capacity, -1)[:, :tokens]
+    request = request._replace(mask=mask, side=first_of_side(request.side, tokens, capacity))
+    return source.behind(table, page_size, tokens), with_gates(request, gates)
+
+
+def first_of_side(side: Side, longest: int, capacity: int) -> Side:
+    """The side arrays of the first `longest` of the keys for which a cache has room."""
+    if longest < capacity and side.bias is not None and getattr(side.bias, "shape", ())[-1:] == (capacity,):
+        side = side._replace(bias=side.bias[..., :longest])
+    if longest < capacity and side.log_f is not None and side.log_f.shape[1] == capacity:
+        side = side._replace(log_f=side.log_f[:, :longest])
+    return side
 
 
 def with_gates(request: Request, sums: Any) -> Request:
@@ -171,8 +182,14 @@ def with_gates(request: Request, sums: Any) -> Request:
     return request._replace(side=side, options=options)
 
 
-@lru_cache(maxsize=64)
 def _under(mask: Mask | None, stops: tuple[int, ...]) -> Mask:
-    # cached, so that all layers of a step use one mask and share its plan
+    # cached, so that all layers of a step use one mask and share its plan; few with arrays, which stay alive
+    return (_with_arrays if mask is not None and mask.has_data else _without_arrays)(mask, stops)
+
+
+def _combined(mask: Mask | None, stops: tuple[int, ...]) -> Mask:
     used = keys(np.array(stops, np.int32))
     return used if mask is None else mask & used
+
+
+_with_arrays, _without_arrays = lru_cache(maxsize=4)(_combined), lru_cache(maxsize=64)(_combined)

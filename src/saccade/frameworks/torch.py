@@ -22,7 +22,7 @@ from . import torch_run as run
 from .call import first_keys, rows_of, seed_value, specs_of
 from .source import STRIDED, Source, check_lengths, check_table, pages_in_use, stored, with_gates
 from .torch_arguments import arguments
-from .torch_state import autocast_active, forward_mode_active, modes_active, transforms_active
+from .torch_state import autocast_active, forward_mode_active, legacy_batched, modes_active, transforms_active
 
 _PLAIN = (Tensor, Parameter)
 _STRIDED = torch.strided
@@ -119,7 +119,9 @@ def decode(q: Tensor, cache: Any, request: Request) -> tuple[Tensor, ...]:
             request._replace(mask=used if mask is None else mask & used), getattr(cache, "gates", None)
         )
         return attention(q, k, v, request, "decode")
-    if _reads_lengths(lengths, cache, request):
+    # its kernels have no gradient
+    differentiable = torch.is_grad_enabled() and _needs_grad(q, k, v, request.side)
+    if not differentiable and _reads_lengths(lengths, cache, request):
         results = _by_lengths(q, k, v, lengths, request)
         if results is not None:
             return results
@@ -198,13 +200,17 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, *dmore: Any) -> tuple[Any, ...]:  # type: ignore[override]
         q, k, v, o, lse, entropy, *side = ctx.saved_tensors
-        planned, mask, options, seed = ctx.call
+        planned, _, options, seed = ctx.call
         outputs = op.outputs_of(o, lse, entropy, do, dlse, dmore[-1] if planned.problem.return_entropy else None)
         needs = ctx.needs_input_grad[-len(Side._fields) :]
-        if torch.is_grad_enabled() or forward_mode_active():
-            # a second derivative or a tangent is needed, which the operator has
+        if legacy_batched(do, dlse, *dmore):
+            reason = "is_grads_batched and vectorize are not computed: call torch.vmap around torch.autograd.grad"
+            raise Unsupported("torch", [reason])
+        if torch.is_grad_enabled() or forward_mode_active() or transforms_active():
+            # a second derivative, a tangent or a batch of gradients is needed, which the operator has
             key = torch.tensor(run.signed(seed)) if planned.problem.scores.dropout else None
-            rest = arguments(Request(mask, Side(*side), options, key))
+            # the mask with its contents at the time of the forward
+            rest = arguments(Request(planned.problem.mask, Side(*side), options, key))
             return None, *op.differentiate(q, k, v, outputs, rest, Side(*needs)).values()
         wanted, of_side, arrays = _NO_GRADS, NO_SIDE, Side(*side)
         if any(needs):
@@ -220,6 +226,8 @@ def _by_operator(q: Tensor, k: Tensor, v: Tensor, request: Request, verb: str) -
     if request.options.dropout:
         if seed is None:
             seed = torch.randint(0, (1 << 63) - 1, (), dtype=torch.int64)
+        if isinstance(seed, Tensor) and (seed.is_floating_point() or seed.dim()):
+            raise TypeError(f"seed is {seed.dtype} {list(seed.shape)}; expected an integer or a 0-d integer tensor")
         key = seed if isinstance(seed, Tensor) else torch.tensor(run.signed(seed_value(seed)))
     rest = arguments(request._replace(side=run.widen(q, request, k.shape[1]), seed=key))
     return op.forward(q, k, v, rest, verb == "decode", request.options)

@@ -73,6 +73,7 @@ def forward(planned: PlannedCall, q: Tensor, k: Tensor, v: Tensor, extras: Extra
     verb: "forward" if a backward may follow; "decode"; "result", a decode whose lse may be left out (None).
     """
     problem, plan, backend, direct = planned
+    q, k, v = positive(q, k, v)
     threads, decode = follow_threads(backend), verb != "forward"
     short = direct.get(decode)
     if short is None:
@@ -89,7 +90,15 @@ def forward(planned: PlannedCall, q: Tensor, k: Tensor, v: Tensor, extras: Extra
 def decode(planned: PlannedCall, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, ...]:
     """(o, lse, *more) of the last queries of sequences whose lengths [B] are on the device, in extras."""
     problem, plan, backend, _ = planned
+    q, k, v = positive(q, k, v)
     return backend.decode(problem, plan, Inputs(dense(q), dense(k), dense(v), extras))
+
+
+def positive(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v with the numbers in memory that they stand for: kernels do not know torch's negative bit."""
+    if q.is_neg() or k.is_neg() or v.is_neg():
+        return q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+    return q, k, v
 
 
 def _nothing(*_: Any) -> None:
@@ -102,6 +111,8 @@ def backward(
     """(dq, dk, dv, side gradients) of tensors that fit the plan; the last is a dict of the names in `grads`."""
     problem, plan, backend, direct = planned
     o, lse, do, dlse, _, entropy, dentropy = outputs
+    q, k, v = positive(q, k, v)
+    do = do.resolve_neg()
     threads = follow_threads(backend)
     short = getattr(direct.get(False), "backward", None)
     if short is not None:

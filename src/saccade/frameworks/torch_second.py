@@ -28,6 +28,12 @@ TAKES = {"softcap", "sinks", "bias", "alibi", "dropout"}
 
 
 def second_derivative(problem: Problem, cotangents: Sequence[Any], inputs: Sequence[Any], seed: int) -> list[Any]:
+    """`_second_derivative` with products in at least float32, also under autocast."""
+    with torch.autocast(inputs[2].device.type, enabled=False):
+        return _second_derivative(problem, cotangents, inputs, seed)
+
+
+def _second_derivative(problem: Problem, cotangents: Sequence[Any], inputs: Sequence[Any], seed: int) -> list[Any]:
     """The gradient of Σ cotangent · first derivative.
 
     cotangents: of (dq, dk, dv, dbias, dslopes, dsinks), None for zero. inputs: (do, dlse, q, k, v, bias, slopes,

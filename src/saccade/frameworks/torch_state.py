@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.utils.dlpack import to_dlpack
 
@@ -21,6 +22,11 @@ modes_active = torch._C._len_torch_dispatch_stack
 autocast_active = torch._C._is_any_autocast_enabled
 # a tensor as a DLPack capsule; only the newer kind can be written to
 capsule = getattr(torch._C, "_to_dlpack_versioned", to_dlpack)
+
+
+def legacy_batched(*tensors: Any) -> bool:
+    """Whether one is a batch of gradients, as `torch.autograd.grad(is_grads_batched=True)` passes it."""
+    return any(x is not None and is_legacy_batchedtensor(x) for x in tensors)
 
 
 def forward_mode_active() -> bool:

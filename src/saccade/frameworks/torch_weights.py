@@ -14,8 +14,13 @@ from .torch_pairs import Where, pairs_of, views
 from .torch_second import scores_of
 
 
-@torch.no_grad()
-def signed_weights(
+def signed_weights(problem: Problem, q: Tensor, k: Tensor, *rest: Any) -> Tensor:
+    """`_signed_weights` with products in at least float32, also under autocast."""
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        return _signed_weights(problem, q, k, *rest)
+
+
+def _signed_weights(
     problem: Problem,
     q: Tensor,
     k: Tensor,

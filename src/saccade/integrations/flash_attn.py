@@ -156,7 +156,8 @@ def flash_attn_varlen_func(
     """
     numbers = dropout_p, softmax_scale, causal, window_size, softcap
     options = FlashOptions(*numbers, alibi_slopes, deterministic, return_attn_probs)
-    cu, same, own_slopes = (cu_seqlens_q, cu_seqlens_k), cu_seqlens_q is cu_seqlens_k, False
+    cu, equal, own_slopes = (cu_seqlens_q, cu_seqlens_k), len(q) == len(k), False
+    same = equal and cu_seqlens_q is cu_seqlens_k
     if alibi_slopes is not None:
         check_tensor("alibi_slopes", alibi_slopes)
         own_slopes = alibi_slopes.dim() == 2 or not same
@@ -168,11 +169,11 @@ def flash_attn_varlen_func(
     if block_table is not None:
         return _over_pages(q, k, v, cu, block_table, mask, options)
     if alibi_slopes is not None and own_slopes:
-        same = same or _equal(cu_seqlens_q, cu_seqlens_k)
+        same = same or (equal and _equal(cu_seqlens_q, cu_seqlens_k))
         if not same or alibi_slopes.dim() == 2:
             return _by_sequence(q, k, v, cu, options)
     at = Sequences(cu_seqlens_q, cu_seqlens_q if same else cu_seqlens_k)
-    return attend_flash(q, k, v, packed_mask(mask, at), options, cu).returned(return_attn_probs)
+    return attend_flash(q, k, v, packed_mask(mask, at, equal), options, cu).returned(return_attn_probs)
 
 
 _varlen_outside_graphs = outside_graphs(

@@ -96,7 +96,7 @@ def laid_out(q: Tensor, k: Tensor, v: Tensor, at: Sequences, mask: Mask | None) 
     tokens, cu_k = _flat("k", k, at.cu_k)
     values, _ = _flat("v", v, at.cu_k)
     check_sequences(cu_q, cu_k, len(rows), len(tokens))
-    return rows, tokens, values, packed_mask(mask, at._replace(cu_q=cu_q, cu_k=cu_k))
+    return rows, tokens, values, packed_mask(mask, at._replace(cu_q=cu_q, cu_k=cu_k), len(rows) == len(tokens))
 
 
 def joined(q: Tensor, k: Tensor, v: Tensor, qv: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,14 +124,15 @@ def check_sequences(cu_q: Any, cu_k: Any, rows: int, tokens: int | None) -> None
         raise ValueError(f"cu_seqlens_k describes {len(cu_k) - 1} sequences; {wanted}")
 
 
-def packed_mask(mask: Mask | None, at: Sequences) -> Mask:
-    """The mask of packed sequences, with `mask` inside each."""
+def packed_mask(mask: Mask | None, at: Sequences, equal: bool) -> Mask:
+    """The mask of packed sequences, with `mask` inside each; equal: whether q is as long as k."""
     cu_q, cu_k = at.cu_q, at.cu_k
     assert cu_q is not None
     assert cu_k is not None
     if at.used_q is at.used_k is at.first_k is None:
-        # chunks count from the start of each sequence, the other masks along the diagonal
-        if cu_q is cu_k and (mask is None or not contains(mask, "chunked")):
+        # chunks count from the start of each sequence, the other masks along the diagonal, which starts at the first
+        # pair if q is as long as k
+        if cu_q is cu_k and equal and (mask is None or not contains(mask, "chunked")):
             inside = documents(cu_seqlens=cu_q)
             return inside if mask is None else inside & mask
         return documents(cu_q=cu_q, cu_k=cu_k, each=full() if mask is None else mask)

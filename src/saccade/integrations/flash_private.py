@@ -76,8 +76,8 @@ def varlen_forward(
     mask, at = mask_of(causal, window), Sequences(cu_seqlens_q, cu_seqlens_k, None, seqused_k, leftpad_k)
     check_sequences(cu_seqlens_q, cu_seqlens_k, len(q), None if block_table is not None else len(k))
     if block_table is None:
-        _refuse_slopes(at, alibi_slopes)
-        return _forward(q, k, v, packed_mask(mask, at), options, (cu_seqlens_q, cu_seqlens_k))
+        _refuse_slopes(at, alibi_slopes, len(q) == len(k))
+        return _forward(q, k, v, packed_mask(mask, at, len(q) == len(k)), options, (cu_seqlens_q, cu_seqlens_k))
     if dropout_p or alibi_slopes is not None or leftpad_k is not None:
         reason = "dropout, ALiBi and leftpad_k are not computed over pages: gather the keys first"
         raise Unsupported("flash_attn", [reason])
@@ -146,7 +146,7 @@ def varlen_backward(
     window = window_size_left, window_size_right
     options = FlashOptions(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, deterministic, False)
     call, at = Backward(dout, q, k, v, out, softmax_lse, (dq, dk, dv)), Sequences(cu_seqlens_q, cu_seqlens_k)
-    _refuse_slopes(at, alibi_slopes)
+    _refuse_slopes(at, alibi_slopes, len(q) == len(k))
     return _backward(call, at, options, rng_state)
 
 
@@ -179,11 +179,11 @@ def _backward(call: Backward, at: Sequences, options: FlashOptions, rng_state: T
     return write_gradients(call, at, mask_of(options.causal, options.window_size), **scores)
 
 
-def _refuse_slopes(at: Sequences, slopes: Tensor | None) -> None:
+def _refuse_slopes(at: Sequences, slopes: Tensor | None, equal: bool) -> None:
     # in a packed row, ALiBi counts positions of the whole row
-    plain = at.cu_q is at.cu_k and at.used_k is at.first_k is None
+    plain = equal and at.cu_q is at.cu_k and at.used_k is at.first_k is None
     if slopes is not None and not (plain and slopes.dim() == 1):
-        what = "alibi_slopes of packed sequences are computed for slopes [Hq] if cu_seqlens_q is cu_seqlens_k"
+        what = "alibi_slopes of packed sequences are [Hq], for q as long as k and cu_seqlens_q that is cu_seqlens_k"
         raise Unsupported("flash_attn", [f"{what}: call flash_attn_varlen_func"])
 
 

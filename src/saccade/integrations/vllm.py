@@ -149,7 +149,8 @@ class SaccadeImpl(AttentionImpl):  # pyright: ignore[reportUntypedBaseClass]
         self.window, self.softcap = sliding_window, logits_soft_cap or None
         # a layer that shares the cache of another layer does not write keys
         self.writes = kv_sharing_target_layer_name is None
-        self.sinks = None if sinks is None else sinks.float()
+        # vLLM loads the weights into this tensor later
+        self.sinks = sinks
 
     def forward(
         self,

@@ -138,6 +138,8 @@ def padding_shapes(mask: Mask, B: int, Tq: int, Tk: int, Hq: int | None) -> None
 
 def padding_contents(mask: Mask, *_: int) -> None:
     arguments.zeros_and_ones("padding", "tokens", mask.args[0])
+    if not mask.args[0].shape[0]:
+        return
     tokens = flat(host(mask.args[0])) != 0
     start, stop = run_of(tokens)
     holes = np.flatnonzero(stop - start != tokens.sum(1))

@@ -99,7 +99,7 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         """x [B, T, width] -> [B, T, width]; with a cache, the T tokens are first appended to it, and see all of it."""
         latent, keys = self.rows(x, turn)
-        first = cache is None or (isinstance(cache, KVCache) and not int(cache.lengths.max()))
+        first = cache is None or (isinstance(cache, KVCache) and not len(cache))
         index = self.index(x, turn)
         self._append(latent, keys, index, cache, backend)
         best = None if index is None else self._best(index, mask, cache)
@@ -148,7 +148,7 @@ class LatentAttention(nn.Module):
         count, lengths = cast("LightningIndexer", self.indexer).count, None
         if isinstance(cache, IndexedLatentKVCache):
             lengths = cache.lengths
-            index = index._replace(k=cache.index[:, : int(lengths.max()), 0])
+            index = index._replace(k=cache.index[:, : len(cache), 0])
         if index.k.shape[1] <= count:
             return None
         if mask != masks.causal():
@@ -199,7 +199,7 @@ class LatentAttention(nn.Module):
             raise ValueError(
                 f"absorbed is False and the cache is {type(cache).__name__}; expected a LatentKVCache, or absorbed=True"
             )
-        n = int(cache.lengths.max())
+        n = len(cache)
         rows = cache.numbers()[0][:, :n, 0].to(latent.dtype)
         k, v = self.expand(*rows.split([latent.shape[-1], keys.shape[-1]], -1))
         whole = KVCache(len(k), n, k.shape[2], k.shape[3], v_dim=v.shape[3], dtype=k.dtype, device=k.device)

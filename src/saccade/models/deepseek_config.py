@@ -27,6 +27,7 @@ class DeepSeekConfig(LlamaConfig):
     keys that each query sees.
     """
 
+    END: ClassVar[int] = 1
     UNDERSTOOD: ClassVar[dict[str, tuple[Any, ...]]] = {
         "model_type": tuple(KINDS),
         "hidden_act": ("silu",),

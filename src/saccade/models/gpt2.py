@@ -49,7 +49,7 @@ class Gpt2Config:
     layer_norm_epsilon: float = 1e-5
     initializer_range: float = 0.02
     bos_token_id: int = 50256
-    eos_token_id: int = 50256
+    eos_token_id: int | tuple[int, ...] = 50256
 
     def __post_init__(self) -> None:
         check_fields(vars(self), CONFIG)
@@ -66,7 +66,11 @@ class Gpt2Config:
         lacking = [name for name in names[:4] if values.get(name) is None]
         if lacking:
             raise ValueError(f"config.json lacks {', '.join(lacking)}; expected that of a GPT-2 model")
-        return cls(**{name: values[name] for name in names if values.get(name) is not None})
+        chosen = {name: values[name] for name in names if values.get(name) is not None}
+        # no token is -1
+        ends = values.get("eos_token_id", cls.eos_token_id)
+        chosen["eos_token_id"] = tuple(ends) if isinstance(ends, list) else -1 if ends is None else ends
+        return cls(**chosen)
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of a `config.json` that Hugging Face transformers reads as a GPT-2."""
@@ -83,7 +87,7 @@ class Gpt2Config:
     @property
     def ends(self) -> tuple[int, ...]:
         """The tokens that end a text."""
-        return (self.eos_token_id,)
+        return self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
 
 
 class Linear(nn.Module):
@@ -179,9 +183,12 @@ class Gpt2(Decoder):
         backend: Where = None,
     ) -> Tensor:
         """The last norm's output [B, T, width]."""
+        limit = self.config.n_positions
         if positions is None:
+            if not caches and tokens.shape[1] > limit:
+                raise ValueError(f"the text has {tokens.shape[1]} tokens; expected at most {limit}, the positions")
             # padding after a short prompt may be beyond the last position, but it is never read
-            positions = positions_of(tokens, caches, backend).clamp(max=self.config.n_positions - 1)
+            positions = positions_of(tokens, caches, backend).clamp(max=limit - 1)
         mask = masks.causal() if mask is None else mask
         x = self.wte(tokens) + self.wpe(positions)
         for i, block in enumerate(self.blocks):

@@ -145,6 +145,11 @@ class HybridConfig:
             raise ValueError(
                 f"sliding_window is {self.sliding_window}; expected at least 1 token, because a layer is local"
             )
+        if "retention" in self.mixers and self.turned_dim > self.key_dim:
+            raise ValueError(
+                f"{self.turned_dim} dimensions are rotated; expected at most key_dim = {self.key_dim}, because a layer "
+                "is retention"
+            )
         if self.turned_dim % 2:
             raise ValueError(
                 f"{self.turned_dim} dimensions are rotated; expected an even number: choose head_dim so that it is even"

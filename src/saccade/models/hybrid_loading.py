@@ -76,15 +76,16 @@ def mamba2(values: Values) -> dict[str, Any]:
             f"config.json says num_heads={heads} of head_dim={values['head_dim']}; expected them to fill expand · "
             f"hidden_size = {expand * values['hidden_size']}"
         )
-    low, high = (bound_of(bound) for bound in values.get("time_step_limit") or (0.0, math.inf))
+    low, high = values.get("time_step_limit") or (0.0, math.inf)
     fields = common(values, ("mamba2",) * layers, ("none",) * layers, "layer_norm_epsilon", False)
-    own = {"ssm_heads": heads, "groups": values.get("n_groups", 8), "step_limit": (low, high)}
+    limit = bound_of(low, 0.0), bound_of(high, math.inf)
+    own = {"ssm_heads": heads, "groups": values.get("n_groups", 8), "step_limit": limit}
     return fields | state_space(values) | own
 
 
-def bound_of(bound: Any) -> float:
-    """A bound of the steps from JSON: a number, or {"__float__": "Infinity"}."""
-    return float(bound["__float__"] if isinstance(bound, dict) else bound)
+def bound_of(bound: Any, none: float) -> float:
+    """A bound of the steps from JSON: a number, {"__float__": "Infinity"}, or null for `none`."""
+    return none if bound is None else float(bound["__float__"] if isinstance(bound, dict) else bound)
 
 
 def jamba(values: Values) -> dict[str, Any]:

@@ -33,6 +33,7 @@ class LlamaConfig:
         "hidden_act": ("silu",),
         "partial_rotary_factor": (1.0, None),
     }
+    END: ClassVar[int] = 2
 
     vocab_size: int
     hidden_size: int = 192
@@ -93,8 +94,9 @@ class LlamaConfig:
                 raise ValueError(f"config.json says {key}={values[key]!r}; expected {options}")
         if values["model_type"] == "llama":
             values.pop("sliding_window", None)
-        if isinstance(values.get("eos_token_id"), list):
-            values["eos_token_id"] = tuple(values["eos_token_id"])
+        # transformers' default for a missing key; no token is -1
+        ends = values.get("eos_token_id", cls.END)
+        values["eos_token_id"] = tuple(ends) if isinstance(ends, list) else -1 if ends is None else ends
         known = {field.name for field in fields(cls)}
         chosen = {key: value for key, value in values.items() if key in known and value is not None}
         lacking = [name for name in ("vocab_size", "num_attention_heads") if name not in chosen]

@@ -27,7 +27,7 @@ KINDS: dict[str, type[Llama | Gpt2 | Hybrid]] = {
 
 # decays and steps of recurrent layers stay in float32, because their errors accumulate over the whole text; so do the
 # numbers that decide which experts are chosen
-WHOLE = ("A_log", ".D", "dt_bias", "dt_proj.bias", "recurrent_param", "e_score_correction_bias")
+WHOLE = ("A_log", "decays", ".D", "dt_bias", "dt_proj.bias", "recurrent_param", "e_score_correction_bias")
 
 
 def load_model(
@@ -42,10 +42,12 @@ def load_model(
     if kind not in KINDS:
         raise ValueError(f"config.json says model_type={kind!r}; expected one of {', '.join(KINDS)}")
     model = KINDS[kind].load(directory)
-    whole = {name: x.data for name, x in model.named_parameters() if name.endswith(WHOLE)}
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    whole = {name: x.data for name, x in state.items() if name.endswith(WHOLE)}
     model = model.to(dtype)
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, x in whole.items():
-        model.get_parameter(name).data = x
+        state[name].data = x
     model = model.to(device)
     if dtype == torch.float32 and model.device.type == "cpu":
         for module in model.modules():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,3 +66,10 @@ def logged_to(out: Path, last: int) -> list[dict[str, Any]]:
             "restore the log, or remove it to continue without the earlier losses"
         )
     return earlier
+
+
+def finite(value: float, what: str) -> float:
+    """The value; raises FloatingPointError if it is not finite, before a checkpoint is replaced."""
+    if not math.isfinite(value):
+        raise FloatingPointError(f"{what} is {value}; a smaller learning rate may help")
+    return value

@@ -114,7 +114,7 @@ def generate(
             raise ValueError(f"keep is {keep} and draft is given; expected one of them: a tree needs all its tokens")
         room = draft.depth * draft.width(model)
     check_lengths(model, prompts, capacity - longest, first, chunk)
-    if not tokens:
+    if not tokens or not len(prompts):
         return
     model.eval()
     generator = torch.Generator().manual_seed(seed)
@@ -158,7 +158,7 @@ def check_lengths(
     if tokens < 0 or (chunk is not None and chunk < 1):
         raise ValueError(f"tokens is {tokens} and chunk {chunk}; expected at least 0 tokens in chunks of at least 1")
     for n, prompt in enumerate(prompts):
-        if not prompt:
+        if not len(prompt):
             raise ValueError(f"prompt {n} is empty; expected at least one token")
         if len(prompt) >= limit:
             raise ValueError(
@@ -181,6 +181,8 @@ def _check_keep(model: Decoder, keep: tuple[int, int], quantised: str | None) ->
         raise ValueError(
             "keep is given, and the model's positions are learned or in its states, not rotary alone; leave it out"
         )
+    if getattr(model.config, "index_topk", 0):
+        raise ValueError("keep is given, and the keys of the model's indexer would not be rotated again; leave it out")
     if keep[0] < 0 or keep[1] < 1:
         raise ValueError(f"keep is {keep}; expected sinks of at least 0 and a window of at least 1")
 

@@ -30,6 +30,8 @@ class Tokenizer(Protocol):
     """The interface of a tokenizer; `vocab_size` includes the end token."""
 
     vocab_size: int
+    # the token that begins a text without others; None if there is none
+    begin: int | None
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids int32 [n] of every text, without end tokens."""
@@ -37,6 +39,10 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; bytes that are not UTF-8 become U+FFFD."""
+        ...
+
+    def opening(self, text: str) -> tuple[list[int], list[int]]:
+        """The special tokens that come before a text, such as a BOS, and the ids of the text."""
         ...
 
     def continuations(self, token: int) -> np.ndarray:
@@ -52,12 +58,16 @@ class Bytes:
     """One token per byte: id = byte + 1."""
 
     vocab_size = 257
+    begin: int | None = END
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32) + 1 for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i - 1 for i in ids if i != END).decode("utf-8", "replace")
+
+    def opening(self, text: str) -> tuple[list[int], list[int]]:
+        return [], self.encode([text])[0].tolist()
 
     def continuations(self, token: int) -> np.ndarray:
         return np.arange(self.vocab_size) == token
@@ -72,6 +82,8 @@ class Bpe:
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         self.inner = inner
         self.vocab_size: int = inner.get_vocab_size()
+        self.begin: int | None = inner.token_to_id(END_TEXT)
+        self.special = [i for i, token in inner.get_added_tokens_decoder().items() if token.special]
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Bpe:
@@ -102,10 +114,17 @@ class Bpe:
     def decode(self, ids: Sequence[int]) -> str:
         return self.inner.decode([int(i) for i in ids], skip_special_tokens=True)
 
+    def opening(self, text: str) -> tuple[list[int], list[int]]:
+        whole = self.inner.encode(text)
+        before = whole.special_tokens_mask.index(0) if 0 in whole.special_tokens_mask else len(whole.ids)
+        return whole.ids[:before], self.encode([text])[0].tolist()
+
     def continuations(self, token: int) -> np.ndarray:
         start = self.inner.id_to_token(token) or ""
         allowed = np.zeros(self.vocab_size, bool)
-        allowed[[i for text, i in self.inner.get_vocab().items() if i != END and text.startswith(start)]] = True
+        allowed[[i for text, i in self.inner.get_vocab().items() if text.startswith(start)]] = True
+        allowed[self.special] = False
+        allowed[token] = True
         return allowed
 
     def save(self, path: Path) -> None:

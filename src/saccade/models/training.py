@@ -10,7 +10,6 @@ at any moment and resumed ends with the same bits as one that is not.
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import statistics
@@ -27,7 +26,7 @@ from .checkpoint import encode_checkpoint, load_checkpoint, read_state
 from .data import Batch
 from .files import naming, temporary, write_atomic, write_together
 from .loading import device_of
-from .losses import LOSSES, TrainingStep, logged_to
+from .losses import LOSSES, TrainingStep, finite, logged_to
 from .objective import Objective, make_optimizer, set_up
 from .progress import CHECKPOINT, RANKS, Progress, read_progress
 from .settings import MEASURED, Settings, agreed, located
@@ -184,7 +183,7 @@ class Trainer:
                 with naming(path):
                     log.write(json.dumps(asdict(done)) + "\n")
                     log.flush()
-                fixed = len(times) == MEASURED and self._measure(times, settings.seconds - (now - began))
+                fixed = len(times) == MEASURED and self._measure(times, settings.seconds - progress.seconds)
                 due = fixed or progress.step % settings.checkpoint_every == 0 or progress.step == progress.total
                 if due:
                     self._sync(log)
@@ -225,9 +224,8 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         value, length = self._read_back(loss, norm, progress.step + 1)
-        if not math.isfinite(value):
-            raise FloatingPointError(f"loss {value} at step {progress.step + 1}; a smaller learning rate may help")
-        return value, length, lr
+        where = f"of step {progress.step + 1}"
+        return finite(value, f"the loss {where}"), finite(length, f"the gradient norm {where}"), lr
 
     def _read_back(self, loss: Tensor, norm: Tensor, following: int) -> tuple[float, ...]:
         # a GPU is given the next forward before it is asked for numbers, unless a checkpoint is between the steps
@@ -266,7 +264,8 @@ class Trainer:
 
     def _save(self) -> None:
         if self.progress.step:
-            self.progress.validation.append((self.progress.step, self.validate()))
+            loss = finite(self.validate(), "the loss of the held-out text")
+            self.progress.validation.append((self.progress.step, loss))
         self._write()
 
     def _write(self) -> None:

@@ -80,7 +80,7 @@ def attend(
         # as in sdpa: queries count from position 0, and there may be more keys
         mask = causal(0) if causally and q.shape[1] > 1 else None
     elif isinstance(mask, Tensor):
-        mask, bias = _of_tensor(mask, k.shape[1], bias)
+        mask, bias = _of_tensor(mask, q.shape[1], k.shape[1], bias)
     if cu_seq_lens_q is not None:
         _check_packed(cu_seq_lens_q, mask)
     o = attention(q, k, v, mask, scale=scaling, softcap=softcap, sinks=s_aux, bias=bias, dropout=dropout)
@@ -155,9 +155,9 @@ def _padding(real: Tensor, Tk: int) -> Mask | None:
     return keys(start, stop) if traced else keys(start.numpy(), stop.numpy())
 
 
-def _of_tensor(mask: Tensor, Tk: int, bias: Tensor | None) -> tuple[Mask | None, Tensor | None]:
+def _of_tensor(mask: Tensor, Tq: int, Tk: int, bias: Tensor | None) -> tuple[Mask | None, Tensor | None]:
     mask = mask[..., :Tk]
-    if mask.dtype is torch.bool and mask.shape[1] == 1:
+    if mask.dtype is torch.bool and mask.shape[1] == 1 and mask.shape[2] == Tq:
         return dense(mask[:, 0]), bias
     if mask.dtype is torch.bool:
         mask = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, float("-inf"))

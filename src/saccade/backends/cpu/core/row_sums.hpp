@@ -57,7 +57,7 @@ struct RowSums {
     c.lse_lost[at] = shift - (row[0] - before);
     row[1] = c.sums[2 * at + 1] / total - dlse(c, at);
     // the sink's part of the sum of P dP
-    if (c.sinks && c.dentropy) row[1] -= sink / total * dentropy(c, at) * (c.sinks[at % c.Hq] - of(c.lse, at));
+    if (sink > 0 && c.dentropy) row[1] -= sink / total * dentropy(c, at) * (c.sinks[at % c.Hq] - of(c.lse, at));
     return 1 / total;
   }
 };
