@@ -134,6 +134,19 @@ def test_half_precision_and_dropout() -> None:
     assert not torch.equal(a, b)
 
 
+def test_signed_weights_under_autocast() -> None:
+    """They are those of the rounded q and k, in the dtype of the result, as the forward computes them."""
+    q, k, v = (rand(B, t, h, D, seed=n) for n, (t, h) in enumerate(((SQ, HQ), (SK, HK), (SK, HK))))
+    kept = torch.from_numpy(dropout_kept((B, HQ, SQ, SK), 0.4, drawn()))
+    with torch.autocast("cpu", torch.bfloat16):
+        o, _, weights = ours.flash_attn_func(q, k, v, 0.4, return_attn_probs=True)
+    assert (o.dtype, weights.dtype) == (torch.bfloat16, torch.bfloat16)
+    for b in range(B):
+        one = torch.eye(SK)[:, None].expand(-1, HK, -1)
+        p = plain(q[b].bfloat16(), k[b].bfloat16(), one)[0].transpose(0, 1)
+        torch.testing.assert_close(weights[b].double(), torch.where(kept[b], p, -p), rtol=2**-8, atol=1e-6)
+
+
 def test_no_bound_of_a_window() -> None:
     q = rand(1, 9, 2, D)
     assert torch.equal(ours.flash_attn_func(q, q, q, window_size=(None, None)), ours.flash_attn_func(q, q, q))

@@ -130,6 +130,17 @@ def test_packed_sequences(name, same, used) -> None:
     same_gradients(o[rows], torch.cat([x for x, _ in want]), inputs)
 
 
+@pytest.mark.parametrize("sizes", [(12, 17), (19, 12)])
+def test_one_array_of_bounds_for_q_not_as_long_as_k(sizes) -> None:
+    """Each sequence has its own diagonal; rows behind the last bound have no part in it."""
+    cu, inputs = ints(0, 5, 5, 12), arrays((sizes[0], HQ, D), (sizes[1], HK, D), (sizes[1], HK, DV))
+    o, lse = ours.flash_attn_varlen_func(*inputs, cu, cu, 7, 7, causal=True, return_attn_probs=True)
+    want = sequences(*inputs, cu, cu, causal=True)
+    close(o[:12], torch.cat([x for x, _ in want]))
+    close(lse[:, :12], torch.cat([x for _, x in want], 1))
+    same_gradients(o[:12], torch.cat([x for x, _ in want]), inputs)
+
+
 @pytest.mark.parametrize("packed", [3, None])
 def test_qkv_in_one_tensor(packed) -> None:
     options = {"softmax_scale": 0.3, "causal": True, "window_size": (3, 0), "attention_chunk": 4}

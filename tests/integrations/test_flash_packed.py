@@ -9,7 +9,7 @@ from saccade import Unsupported
 from saccade.integrations import flash_attn as ours
 from saccade.philox import dropout_kept
 
-from .flash_reference import HK, HQ, OPTIONS, D, check_signed, close, drawn, paged, plain, rand, wanted
+from .flash_reference import HK, HQ, OPTIONS, D, check_signed, close, drawn, paged, plain, rand, sequences, wanted
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -87,6 +87,48 @@ def test_signed_weights_of_sequences_with_their_own_slopes() -> None:
         part = weights[r, :, : a.stop - a.start, : b.stop - b.start]
         check_signed(part, o[a], q[a], k[b], v[b], {"alibi_slopes": slopes}, (part > 0).numpy())
         assert torch.count_nonzero(weights[r]) == part.numel()
+
+
+def unlike(sizes: tuple[int, int]) -> tuple[torch.Tensor, ...]:
+    # q, k, v and the one array of bounds
+    given = [rand(sizes[n > 0], h, D, seed=n).requires_grad_() for n, h in enumerate((HQ, HK, HK))]
+    return *given, torch.tensor([0, 5, 5, 12], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("slopes", [None, torch.tensor([0.5, 0.25, 0.1, 0.0])], ids=["plain", "alibi"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sizes", [(12, 17), (19, 12)])
+def test_one_array_of_bounds_for_q_not_as_long_as_k(sizes, causal, slopes) -> None:
+    """Each sequence has its own diagonal; rows behind the last bound have no part in it."""
+    q, k, v, cu = unlike(sizes)
+    numbers = {"causal": causal, "alibi_slopes": slopes, "return_attn_probs": True}
+    o, lse, _ = ours.flash_attn_varlen_func(q, k, v, cu, cu, 7, 7, **numbers)
+    want = sequences(q, k, v, cu, cu, causal=causal, slopes=slopes)
+    want_o, do = torch.cat([x for x, _ in want]), rand(12, HQ, D, seed=9)
+    close(o[:12], want_o)
+    close(lse[:, :12], torch.cat([x for _, x in want], 1))
+    assert not o[12:].any()
+    found, expected = torch.autograd.grad(o[:12], (q, k, v), do), torch.autograd.grad(want_o, (q, k, v), do.double())
+    for a, b in zip(found, expected, strict=True):
+        close(a, b.double())
+
+
+@pytest.mark.parametrize("sizes", [(12, 17), (19, 12)])
+def test_private_functions_with_one_array_of_bounds_for_q_not_as_long_as_k(sizes) -> None:
+    """The forward and the backward have the diagonals of the sequences, and refuse ALiBi."""
+    q, k, v, cu = unlike(sizes)
+    arrays, numbers = [x.detach() for x in (q, k, v)], (0.0, None, True, -1, -1, 0.0)
+    o, lse, *_ = ours._flash_attn_varlen_forward(*arrays, cu, cu, 7, 7, *numbers)
+    want = sequences(q, k, v, cu, cu, causal=True)
+    want_o = torch.cat([x for x, _ in want])
+    close(o[:12], want_o)
+    close(lse[:, :12], torch.cat([x for _, x in want], 1))
+    do, buffers = rand(*o.shape, seed=9), [torch.zeros_like(x) for x in arrays]
+    ours._flash_attn_varlen_backward(do, *arrays, o, lse, *buffers, cu, cu, 7, 7, *numbers, None, False)
+    for a, b in zip(buffers, torch.autograd.grad(want_o, (q, k, v), do[:12].double()), strict=True):
+        close(a, b.double())
+    with pytest.raises(Unsupported, match="for q as long as k and cu_seqlens_q that is cu_seqlens_k"):
+        ours._flash_attn_varlen_forward(*arrays, cu, cu, 7, 7, *numbers, alibi_slopes=torch.rand(HQ))
 
 
 @pytest.mark.parametrize("page", [1, 4, 16])

@@ -12,8 +12,8 @@ import torch
 import transformers as hf
 from transformers import masking_utils
 
-from saccade import Unsupported
-from saccade.integrations.transformers import mask_of
+from saccade import Unsupported, reference
+from saccade.integrations.transformers import attend, mask_of
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6,
@@ -152,6 +152,17 @@ def test_masks_of_four_dimensions(kind) -> None:
     mask = allowed if kind == "bool" else torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo().min)
     found, want = (model(input_ids=tokens(2, 9), attention_mask=mask).logits for model in both("llama"))
     torch.testing.assert_close(found, want, rtol=1e-4, atol=2e-5)
+
+
+def test_a_boolean_mask_of_keys() -> None:
+    """[B, 1, 1, Tk] holds for every query."""
+    r = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, h, t, 8, generator=r) for h, t in ((4, 5), (2, 7), (2, 7)))
+    seen = torch.tensor([[1, 0, 1, 1, 0, 0, 1], [0, 1, 1, 0, 1, 1, 0]]).bool()
+    o, _ = attend(torch.nn.Module(), q, k, v, seen[:, None, None])
+    bias = np.where(seen[:, None, None].numpy(), 0.0, -np.inf)
+    want, _ = reference.forward(*(x.transpose(1, 2).double().numpy() for x in (q, k, v)), bias=bias)
+    torch.testing.assert_close(o.double(), torch.from_numpy(want), rtol=1e-5, atol=1e-6)
 
 
 def test_every_mask_the_library_makes() -> None:

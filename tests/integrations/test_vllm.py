@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import saccade  # noqa: E402
-from saccade import Unsupported, mask  # noqa: E402
+from saccade import Unsupported, mask, reference  # noqa: E402
 
 HQ, HK, D, PAGE = 4, 2, 16, 4
 
@@ -120,6 +120,21 @@ def test_steps_of_many_requests(door, window, softcap, sinks) -> None:
             want = saccade.attention(a, b, c, keep, scale=0.3, softcap=softcap, sinks=logits)[0, span]
             torch.testing.assert_close(out[first : first + len(want)].view(-1, HQ, D), want, rtol=1e-4, atol=1e-5)
         assert (out[cu[-1] :] == 9).all()
+
+
+def test_sinks_that_are_loaded_after_the_layer_is_built(door) -> None:
+    """Weights of bfloat16 that are copied into the layer's tensor later are those of the forward."""
+    r = torch.Generator().manual_seed(0)
+    x, loaded = torch.randn(6, HK, D, generator=r), torch.randn(HK, generator=r).bfloat16()
+    sinks = torch.full((HK,), float("nan"), dtype=torch.bfloat16)
+    layer = door.SaccadeImpl(HK, D, 0.3, sinks=sinks)
+    sinks.copy_(loaded)
+    step = common([0, 6], [6], torch.tensor([[1, 0]], dtype=torch.int32), [4, 5, 6, 7, 0, 1], 0)
+    at = door.SaccadeMetadataBuilder(None, [], None, x.device).build(0, step)
+    o = layer.forward(None, x, x, x, torch.zeros(2, 2, PAGE, HK, D), at, x * 0)
+    one = x.double().numpy()[None]
+    want, _ = reference.forward(one, one, one, mask.causal(), scale=0.3, sinks=loaded.double().numpy())
+    np.testing.assert_allclose(o.numpy(), want[0], rtol=1e-5, atol=1e-6)
 
 
 def test_registered_by_its_entry_point(door) -> None:

@@ -159,3 +159,45 @@ def test_functional_call_of_a_module() -> None:
         layer.zero_grad()
         g(weights, x[n]).backward()
         torch.testing.assert_close(got["weight"][n], layer.weight.grad)
+
+
+@pytest.mark.parametrize("name", options())
+def test_batches_of_gradients_by_vmap(name: str) -> None:
+    """vmap around autograd.grad gives the gradient of each entry of a batch of cotangents."""
+    leaves = [y.requires_grad_() for y in qkv(B)]
+    results = with_options(name)(*leaves)
+    cotangents = [torch.randn(N, *y.shape) for y in results]
+
+    def back(*rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(results, leaves, rows, retain_graph=True)
+
+    got = torch.vmap(back)(*cotangents)
+    for n in range(N):
+        for a, b in zip(got, back(*(y[n] for y in cotangents)), strict=True):
+            torch.testing.assert_close(a[n], b)
+
+
+def test_batches_of_gradients_by_torchs_older_vmap_are_refused() -> None:
+    """is_grads_batched and vectorize name what computes them."""
+    q, k, v = (y.requires_grad_() for y in qkv(B))
+    o = saccade.attention(q, k, v, masks.causal())
+    with pytest.raises(saccade.Unsupported, match=r"is_grads_batched .* call torch\.vmap around torch\.autograd\.grad"):
+        torch.autograd.grad(o, q, torch.ones(N, *o.shape), is_grads_batched=True)
+    with pytest.raises(saccade.Unsupported, match="vectorize are not computed"):
+        torch.autograd.functional.jacobian(lambda q: saccade.attention(q, k, v), q, vectorize=True)
+
+
+@pytest.mark.parametrize("wrong", [torch.tensor(1.0), torch.tensor([1, 2])], ids=["float", "two"])
+def test_a_seed_that_is_no_integer_is_refused(wrong: torch.Tensor) -> None:
+    """Under vmap as outside of it, the seed of dropout is one integer."""
+    q = torch.randn(N, B, 5, 2, 8)
+
+    def f(q: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+        return saccade.attention(q, q, q, dropout=0.5, seed=seed)
+
+    with pytest.raises(TypeError, match="expected an integer or a 0-d integer array"):
+        f(q[0], wrong)
+    with pytest.raises(TypeError, match=r"seed is torch\..*; expected an integer or a 0-d integer tensor"):
+        torch.vmap(f, in_dims=(0, None))(q, wrong)
+    with pytest.raises(TypeError, match=r"seed is torch\.float32 \[\]; expected an integer"):
+        torch.vmap(f)(q, torch.arange(N).float())

@@ -253,6 +253,20 @@ def test_negated_views(qkv: tuple[torch.Tensor, ...]) -> None:
     assert torch.equal(saccade.attention(q, *qkv[1:]), saccade.attention(-qkv[0], *qkv[1:]))
 
 
+@pytest.mark.parametrize("which", range(5), ids=["q", "k", "v", "do", "dlse"])
+def test_the_negative_bit(which: int, qkv: tuple[torch.Tensor, ...]) -> None:
+    """Memory that holds minus the numbers of a tensor, in the layout that kernels read."""
+    results = []
+    for negated in (torch._neg_view, torch.neg):
+        given = [x.detach() for x in (*qkv, torch.ones(2, 5, 4, 6), torch.ones(2, 5, 4))]
+        given[which] = negated(given[which])
+        *leaves, do, dlse = (x.requires_grad_() for x in given)
+        o, lse = saccade.attention(*leaves, masks.causal(), return_lse=True)
+        results.append([o, *torch.autograd.grad((o, lse), leaves, (do, dlse))])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_storages_stay_resizable(qkv: tuple[torch.Tensor, ...]) -> None:
     sinks = leaf(4)
     saccade.attention(*qkv, sinks=sinks).sum().backward()

@@ -28,14 +28,17 @@ def leaves(dtype: Any = torch.float64) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes)
 
 
-def dense(q: torch.Tensor, k: torch.Tensor, softcap: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+def dense(
+    q: torch.Tensor, k: torch.Tensor, softcap: float = 0.0, sinks: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The maximum and the entropy of causal rows, by torch's own operations."""
     s = torch.einsum("bthd,bjhd->bthj", q, k.repeat_interleave(q.shape[2] // k.shape[2], 2)) / q.shape[-1] ** 0.5
     s = softcap * torch.tanh(s / softcap) if softcap else s
     seen = torch.ones(q.shape[1], k.shape[1]).tril(k.shape[1] - q.shape[1]).bool()[:, None]
     s = s.masked_fill(~seen, -torch.inf)
-    logs = s.log_softmax(-1)
-    return s.amax(-1).detach(), -(logs.exp() * logs.masked_fill(~seen, 0)).sum(-1)
+    more = [] if sinks is None else [sinks[:, None].expand(*s.shape[:-1], 1)]
+    logs = torch.cat([s, *more], -1).log_softmax(-1)
+    return s.amax(-1).detach(), -(logs.exp() * logs.masked_fill(logs == -torch.inf, 0)).sum(-1)
 
 
 @pytest.mark.parametrize("lse", [False, True])
@@ -129,3 +132,15 @@ def test_a_call_under_autocast_and_without_gradients() -> None:
         o, top, entropy = saccade.attention(q, k, v, masks.causal(), **BOTH)
     assert (o.dtype, top.dtype, entropy.dtype) == (torch.bfloat16, torch.float32, torch.float32)
     torch.testing.assert_close([top, entropy], [*dense(q, k)], atol=0.05, rtol=0.05)
+
+
+def test_the_entropy_with_sinks_of_minus_infinity() -> None:
+    """A sink of -inf has no weight: gradients are finite, and its own is 0."""
+    q, k, v = leaves()
+    sinks = torch.tensor([-torch.inf, 0.5, -torch.inf, -1.0], dtype=torch.float64, requires_grad=True)
+    o, entropy = saccade.attention(q, k, v, masks.causal(), sinks=sinks, return_entropy=True)
+    weight = torch.randn_like(entropy)
+    got = torch.autograd.grad((entropy * weight).sum() + 0 * o.sum(), (q, k, sinks))
+    expected = torch.autograd.grad((dense(q, k, sinks=sinks)[1] * weight).sum(), (q, k, sinks))
+    torch.testing.assert_close(got, expected)
+    assert not got[2][[0, 2]].any()

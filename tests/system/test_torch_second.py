@@ -134,6 +134,36 @@ def test_what_nobody_sees_does_not_leak() -> None:
         assert not x[0, 3:].any()
 
 
+@pytest.mark.parametrize("when", ["after the forward", "after the backward"])
+def test_the_mask_is_that_of_the_forward(when: str) -> None:
+    """What is written into its array later reaches neither the first nor the second derivative."""
+    ids, (q, k, v), curvature = torch.tensor([0, 0, 1, 1, 1]), [leaf(2, 5, 2, 3) for _ in range(3)], []
+    for mask in (masks.documents(ids), masks.documents([0, 0, 1, 1, 1])):
+        o = saccade.attention(q, k, v, mask)
+        if when == "after the forward":
+            ids.zero_()
+        first = torch.autograd.grad(o.sin().sum(), (q, k, v), create_graph=True)
+        ids.zero_()
+        curvature.append([*first, *torch.autograd.grad(sum(x.square().sum() for x in first), (q, k, v))])
+    for a, b in zip(*curvature, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_autocast_rounds_no_second_derivative() -> None:
+    """A graph of float32 has the derivatives of float64 where its backward runs under autocast."""
+
+    def curvature(dtype: torch.dtype) -> torch.Tensor:
+        y = x.to(dtype).requires_grad_()
+        o = saccade.attention(y, y, y, masks.causal())
+        with torch.autocast("cpu", torch.bfloat16):
+            first = torch.autograd.grad(o.sin().sum(), y, create_graph=True)[0]
+            return torch.autograd.grad(first.square().sum(), y)[0]
+
+    x = torch.randn(1, 6, 2, 8)
+    got, want = curvature(torch.float32), curvature(WIDE)
+    assert (got.double() - want).abs().max() <= 1e-5 * want.abs().max()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrow_dtypes_follow_float64(dtype: torch.dtype) -> None:
     x = torch.randn(1, 6, 2, 8).to(dtype)

@@ -173,3 +173,53 @@ def test_mistakes_are_one_line(args: list[object], message: str, tmp_path: Path)
     refused = saccade(*args, *out, status=2)
     assert message in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+TINY: dict[str, Any] = {
+    "text": (TEXT[0],), "layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "context": 32, "batch": 1,
+    "tokenizer": "bytes",
+}  # fmt: skip
+
+
+def test_no_checkpoint_follows_a_gradient_that_is_not_finite(tmp_path: Path) -> None:
+    """The run ends at the step whose gradient is infinite, and goes on from the checkpoint before it."""
+    from saccade.models.training import Trainer
+
+    trainer = Trainer(tmp_path, TINY | {"steps": 6, "checkpoint_every": 2})
+    run = trainer.run()
+    for _ in range(3):
+        next(run)
+    before = (tmp_path / "checkpoint.safetensors").read_bytes()
+    weight = next(iter(trainer.model.parameters()))
+    weight.register_hook(lambda gradient: gradient + float("inf"))
+    with pytest.raises(FloatingPointError, match="the gradient norm of step 4 is inf; a smaller learning rate"):
+        next(run)
+    assert (tmp_path / "checkpoint.safetensors").read_bytes() == before
+    assert [step["step"] for step in logged(tmp_path)] == [1, 2, 3]
+    assert [step.step for step in Trainer(tmp_path, {}, resume=True).run()] == [3, 4, 5, 6]
+
+
+def test_no_checkpoint_follows_a_held_out_loss_that_is_not_finite(tmp_path: Path, monkeypatch: Any) -> None:
+    """The run ends before the checkpoint if the held-out text has no loss."""
+    from saccade.models.training import Trainer
+
+    trainer = Trainer(tmp_path, TINY | {"steps": 2})
+    before = (tmp_path / "checkpoint.safetensors").read_bytes()
+    monkeypatch.setattr(trainer, "validate", lambda: float("nan"))
+    with pytest.raises(FloatingPointError, match="the loss of the held-out text is nan; a smaller learning rate"):
+        list(trainer.run())
+    assert (tmp_path / "checkpoint.safetensors").read_bytes() == before
+
+
+def test_minutes_count_the_time_before_a_resumption(tmp_path: Path) -> None:
+    """A run that has trained longer than its minutes ends as soon as its steps are measured."""
+    from saccade.models.settings import MEASURED
+    from saccade.models.training import Trainer
+
+    trainer = Trainer(tmp_path, TINY | {"minutes": 0.05})
+    for step in trainer.run():
+        trainer.stopping = step.step == 5
+    resumed = Trainer(tmp_path, {}, resume=True)
+    assert resumed.progress.seconds == trainer.progress.seconds > 0
+    resumed.progress.seconds = 60.0
+    assert [step.step for step in resumed.run()] == list(range(6, 6 + MEASURED))

@@ -1,4 +1,4 @@
-"""The kernel that appends tokens to rows, compared with the formula of arrays.
+"""Caches on a device: the kernel that appends tokens to rows, and the gradient of decode.
 
 Run in Triton's interpreter by tests/system, and on a GPU by `make test-gpu`.
 """
@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+import saccade
+from saccade import mask
 from saccade.backends.triton import append_rows
 from saccade.backends.triton.chip import interpreted
 
@@ -32,3 +34,19 @@ def test_rows_from_each_length_on(dtype: str, sizes: tuple[int, int], rng: np.ra
     # numbers that lie apart are left to the formula
     apart = [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in held]
     assert append_rows(k, v, apart, starts) is (sizes == (1, 1))
+
+
+def test_decode_keeps_the_gradient_of_q(rng: np.random.Generator) -> None:
+    """Also where lengths are read on the device, by kernels without a gradient."""
+    lengths, draw = [40, 23], [rng.standard_normal((2, t, h, 16)) for t, h in ((1, 4), (40, 2), (40, 2))]
+    q, k, v = (torch.from_numpy(x).to(DEVICE, torch.float32) for x in draw)
+    cache = saccade.KVCache(2, 64, 2, 16, dtype=torch.float32, device=DEVICE)
+    cache.append(k, v, torch.tensor(lengths, device=DEVICE))
+    o = saccade.decode(q.requires_grad_(), cache, mask=mask.causal(), backend="triton")
+    (found,) = torch.autograd.grad(o.sin().sum(), q)
+    for b, n in enumerate(lengths):
+        one = [x[b : b + 1].detach().double().cpu().requires_grad_() for x in (q, k[:, :n], v[:, :n])]
+        want = saccade.attention(*one, mask.causal())
+        (dq,) = torch.autograd.grad(want.sin().sum(), one[0])
+        torch.testing.assert_close(o[b].double().cpu(), want[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found[b].double().cpu(), dq[0], rtol=1e-5, atol=1e-5)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import saccade
-from saccade import KVCache, PagedKVCache, alibi, attention, decode, gates, mask, paged_attention, relative
+from saccade import KVCache, PagedKVCache, alibi, attention, decode, gates, mask, paged_attention, reference, relative
 from saccade.pruning import pruned
 
 B, T, HQ, HK, D = 2, 40, 4, 2, 16
@@ -242,3 +242,33 @@ def test_gradients_reach_buckets_and_gates() -> None:
         return saccade.attention(q, k, v, mask.causal(), bias=relative(weights[:, bucket], 2) + gates(log_f))
 
     assert torch.autograd.gradcheck(run, (q, k, v, weights, logits))
+
+
+@pytest.mark.parametrize("term", ["bias", "gates"])
+def test_pages_take_terms_of_the_tables_size(rng, kind, term) -> None:
+    """A bias [.., capacity] and gates [B, capacity, Hq] are cut to the keys in use, for pages as for a cache."""
+    put, _ = kind
+    lengths, table = np.array([21, 13], np.int32), rng.permutation(10).astype(np.int32).reshape(2, 5)
+    q, k, v, logs = draw(rng, HQ, 2), draw(rng, HK), draw(rng, HK), gate_logs(rng)
+    array, (pages_k, pages_v) = rng.standard_normal((B, HQ, 1, T)).astype(np.float32), np.empty((2, 10, 8, HK, D), "f")
+    for x, pages in ((k, pages_k), (v, pages_v)):
+        pages[table] = x.reshape(B, 5, 8, HK, D)
+    given = put(array) if term == "bias" else gates(put(logs))
+    cache = saccade.PagedKeys(put(pages_k), put(pages_v), put(table), put(lengths))
+    got = decode(put(q), cache, mask=mask.causal(), bias=given)
+    for b, n in enumerate(lengths):
+        terms = {"bias": array[b : b + 1, :, :, :n]} if term == "bias" else {"log_f": logs[b : b + 1, :n]}
+        one = (x[b : b + 1, :n].astype(np.float64) for x in (q, k, v))
+        np.testing.assert_allclose(got[b], reference.forward(*one, mask.causal(), **terms)[0][0], atol=2e-6)
+
+
+def test_arrays_without_a_batch_are_pruned(rng, kind) -> None:
+    """q [T, Hq, D] with gates [1, T, Hq] is a batch of one."""
+    put, _ = kind
+    q, k, v, logs = draw(rng, HQ)[0], draw(rng, HK)[0], draw(rng, HK)[0], 10 * gate_logs(rng)[:1]
+    m, bias = mask.causal(), gates(put(logs), prune=1e-3)
+    some = pruned(m, put(q), put(k), bias, None, None).evaluate(1, HQ, T, T)
+    assert np.array_equal(some, pruned(m, put(q[None]), put(k[None]), bias, None, None).evaluate(1, HQ, T, T))
+    assert some.sum() < HQ * T * (T + 1) // 2
+    got = attention(put(q), put(k), put(v), m, bias=bias)
+    np.testing.assert_allclose(got, attention(q, k, v, m, bias=gates(logs)), atol=2e-3 * abs(v).max())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
 from saccade.models.batching import serve  # noqa: E402
+from saccade.models.deepseek import DeepSeek  # noqa: E402
+from saccade.models.deepseek_config import DeepSeekConfig  # noqa: E402
+from saccade.models.gpt2 import Gpt2, Gpt2Config  # noqa: E402
 from saccade.models.sampling import Sampler, generate, prefill  # noqa: E402
 
 from .small_llama import VOCABULARY, small, some_tokens  # noqa: E402
@@ -176,3 +181,69 @@ def test_prompts_whose_logits_are_not_finite_are_named(monkeypatch) -> None:
         model.model.norm.weight.fill_(torch.nan)
     with pytest.raises(FloatingPointError, match=r"prompts \[0, 1\] are not finite"):
         dict(serve(model, prompts, 4, Sampler(0.0), batch=2))
+
+
+@pytest.mark.parametrize("options", [{}, {"keep": (1, 4)}, {"draft": "ngram"}], ids=str)
+def test_no_prompts_have_no_tokens(options: dict[str, Any]) -> None:
+    """Without prompts nothing is drawn, whatever the options."""
+    assert list(generate(small(), [], 5, Sampler(0.0), **options)) == []
+    assert list(generate(small(), np.zeros((0, 3), np.int64), 5, Sampler(0.0), **options)) == []
+
+
+def test_prompts_may_be_arrays() -> None:
+    """Rows of an array, arrays of several lengths and tensors give the tokens of the same lists."""
+    model, tokens = small(eos_token_id=-1), some_tokens(2, 9)
+    for given in (tokens, tokens.numpy(), [tokens[0].numpy(), tokens[1, :4]]):
+        prompts = [row.tolist() for row in given]
+        want = list(generate(model, prompts, 5, Sampler(0.0)))
+        assert list(generate(model, given, 5, Sampler(0.0))) == want
+        assert list(generate(model, given, 5, Sampler(0.0), draft="ngram")) == want
+        served = dict(serve(model, given, 5, Sampler(0.0)))
+        assert [served[0], served[1]] == [list(one) for one in zip(*want, strict=True)]
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        next(generate(model, [np.array([1]), np.zeros(0, np.int64)], 3, Sampler(0.0)))
+
+
+def test_gpt2_ends_at_each_of_several_tokens() -> None:
+    """A greedy text ends at the first of its end tokens, in any order of their list, and never without end tokens."""
+    shape = {"vocab_size": VOCABULARY, "n_embd": 48, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
+
+    def text(ends: int | list[int] | None) -> list[int]:
+        torch.manual_seed(0)
+        model = Gpt2(Gpt2Config.from_dict({**shape, "eos_token_id": ends}))
+        return [token for (token,) in generate(model, [[5, 6, 7]], 12, Sampler(0.0))]
+
+    whole = text(None)
+    assert len(whole) == 12
+    end = whole.index(whole[5])
+    missing = next(token for token in range(VOCABULARY) if token not in whole)
+    assert text([missing, whole[5]]) == text([whole[5], missing]) == whole[: end + 1]
+
+
+def deepseek(**changes: Any) -> DeepSeek:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "q_lora_rank": 12}
+    latent = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    return DeepSeek(DeepSeekConfig(vocab_size=VOCABULARY, **sizes, **latent, **changes)).eval()
+
+
+INDEX = {"model_type": "deepseek_v32", "index_topk": 4, "index_n_heads": 8, "index_head_dim": 6}
+
+
+def test_keys_of_an_indexer_are_not_evicted() -> None:
+    """Keys that move to other positions would be rotated again, but not those by which the indexer chooses."""
+    with pytest.raises(ValueError, match="keep is given, and the keys of the model's indexer would not be rotated"):
+        next(generate(deepseek(**INDEX), [[1, 2, 3]], 20, Sampler(0.0), keep=(1, 6)))
+    assert list(generate(deepseek(), [[1, 2, 3]], 2, Sampler(0.0), keep=(1, 6)))
+
+
+@pytest.mark.parametrize("absorbed", [None, True, False])
+@pytest.mark.parametrize("changes", [{}, INDEX], ids=["plain", "indexer"])
+@torch.no_grad()
+def test_latent_caches_of_no_sequences(changes: dict[str, Any], absorbed: bool | None) -> None:
+    """Latent attention reads and decodes an empty batch."""
+    model = deepseek(**changes)
+    model.absorb(absorbed)
+    caches, empty = model.make_caches(0, 16), torch.zeros(0, 9, dtype=torch.int64)
+    assert model(empty, caches=caches).shape == (0, 9, VOCABULARY)
+    assert model(empty[:, :1], caches=caches).shape == (0, 1, VOCABULARY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from math import inf
 
 import pytest
 
@@ -173,6 +174,20 @@ def test_files_of_our_own(name, tmp_path) -> None:
 
 
 @torch.no_grad()
+def test_decays_of_retention_stay_whole(tmp_path) -> None:
+    """A model of half precision has the decays of float32, because their errors accumulate over a text."""
+    model = made("retention").float()
+    (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict(), allow_nan=False))
+    save_weights(tmp_path / "model.safetensors", model)
+    half = load_model(tmp_path, torch.bfloat16)
+    assert {x.dtype for x in half.parameters()} == {torch.bfloat16}
+    for layer, one in zip(model.layers, half.layers, strict=True):
+        assert one.mixer.decays.dtype == torch.float32
+        assert torch.equal(one.mixer.decays, layer.mixer.decays)
+    assert half(tokens(1, 9)).dtype == torch.bfloat16
+
+
+@torch.no_grad()
 def test_caches_of_codes() -> None:
     model = made("griffin").float()
     caches = model.make_caches(1, 30, quantised="int8")
@@ -188,6 +203,8 @@ WRONG = {
     "expected num_attention_heads to be a multiple": plain("attention")
     | {"num_attention_heads": 6, "num_key_value_heads": 4},
     "expected an even number": plain("attention") | {"head_dim": 7},
+    "8 dimensions are rotated; expected at most key_dim = 6, because a layer is retention": plain("retention")
+    | {"key_dim": 6},
     "ssm_heads is 5; expected a divisor": plain("mamba2") | {"ssm_heads": 5},
     "num_experts_per_tok is 3; expected at most num_experts, 2": plain("mamba")
     | {"num_experts": 2, "num_experts_per_tok": 3},
@@ -224,6 +241,9 @@ def test_checkpoints_that_ask_for_more(words) -> None:
 def test_configs_of_files() -> None:
     config, _ = read_hybrid(MAMBA2 | {"time_step_limit": [0.01, {"__float__": "Infinity"}], "n_groups": 1})
     assert config.step_limit == (0.01, float("inf"))
+    # transformers' default
+    assert config.ends == (2,)
+    config, _ = read_hybrid(MAMBA2 | {"eos_token_id": None, "n_groups": 1})
     assert config.ends == (-1,)
     config, _ = read_hybrid(GEMMA | {"eos_token_id": [1, 2]})
     assert config.mixers == ("griffin", "griffin", "local")
@@ -233,3 +253,21 @@ def test_configs_of_files() -> None:
 def test_a_config_that_lacks_its_layers() -> None:
     with pytest.raises(ValueError, match="lacks mixers and feed_forward"):
         HybridConfig.from_dict({"vocab_size": 61})
+
+
+@pytest.mark.parametrize(
+    "limit, bounds",
+    [(None, (0.0, inf)), ([None, 0.1], (0.0, 0.1)), ([0.01, None], (0.01, inf)), ([None, None], (0.0, inf))],
+)
+def test_steps_without_a_bound(limit: list[float | None] | None, bounds: tuple[float, float]) -> None:
+    """Null in place of the limit of Mamba-2's steps, or of one of its bounds, is no bound."""
+    config, _ = read_hybrid(MAMBA2 | {"time_step_limit": limit, "n_groups": 1})
+    assert config.step_limit == bounds
+    assert HybridConfig.from_dict(config.to_dict()) == config
+
+
+def test_a_config_with_null_for_a_value() -> None:
+    """Null is no end token and no limit of steps."""
+    config = HybridConfig(**SMALL | plain("attention"))
+    again = HybridConfig.from_dict(config.to_dict() | {"eos_token_id": None, "step_limit": None})
+    assert (again.ends, again.step_limit) == ((-1,), (0.0, inf))

@@ -145,6 +145,7 @@ def test_the_version_changes_with_the_contents_alone() -> None:
 
 
 def test_snapshots_are_kept_while_contents_last_and_die_with_their_tensor() -> None:
+    gc.collect()
     before = len(contents._snapshots)
     ids = torch.arange(5)
     one = contents.snapshot(ids)
@@ -249,6 +250,10 @@ def test_masks_of_other_contents_or_shapes_differ() -> None:
     assert masks.documents(ids) != masks.documents(torch.tensor([0, 1, 1]))
     assert masks.documents(ids) != masks.documents(ids[None])
     assert masks.dense(np.zeros((0, 5), bool)) != masks.dense(np.zeros((0, 4), bool))
+    # eight booleans are one byte
+    some = np.array([[True, False, False]])
+    for make in (np.array, torch.tensor):
+        assert masks.dense(make(some)) == masks.dense(make(some)) != masks.dense(make(~some))
     mask, twin = masks.documents(ids), masks.documents(ids.clone())
     assert mask == twin
     ids.numpy()[:] = 3

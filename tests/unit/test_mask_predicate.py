@@ -176,6 +176,7 @@ def test_an_empty_batch() -> None:
         sm.dense(np.zeros((0, 3, 4), bool)),
         sm.global_tokens(empty),
         sm.columns(empty, empty),
+        sm.padding(empty != 0) & sm.causal(),
     ]
     for mask in masks:
         assert mask.evaluate(0, 1, 3, 4).size in (0, 12)

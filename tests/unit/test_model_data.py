@@ -100,3 +100,54 @@ def test_a_crash_while_writing_leaves_the_old_file(tmp_path, monkeypatch) -> Non
     write_atomic(path, b"newer")
     assert path.read_bytes() == b"newer"
     assert [one.name for one in tmp_path.iterdir()] == ["file"]
+
+
+def foreign(template: str | None) -> Bpe:
+    """A tokenizer of another model: token 0 is text, and a template says which special tokens surround a text."""
+    inner = pytest.importorskip("tokenizers")
+    made = inner.Tokenizer(inner.models.BPE(vocab={"a": 0, "b": 1, "ab": 2, "<": 3}, merges=[("a", "b")]))
+    made.add_special_tokens(["<s>", "</s>"])
+    if template is not None:
+        special = [("<s>", 4), ("</s>", 5)]
+        made.post_processor = inner.processors.TemplateProcessing(single=template, special_tokens=special)
+    return Bpe(made)
+
+
+@pytest.mark.parametrize("token, ids", [(0, [0, 2]), (1, [1]), (3, [3]), (4, [4])])
+def test_continuations_are_text(token: int, ids: list[int]) -> None:
+    """Token 0 may be text, and special tokens continue no text, even if they are spelled like the start of one."""
+    tokenizer = foreign(None)
+    assert np.flatnonzero(tokenizer.continuations(token)).tolist() == ids
+    assert (tokenizer.begin, tokenizer.special) == (None, [4, 5])
+
+
+def test_a_text_begins_with_the_special_tokens_of_its_tokenizer() -> None:
+    """Only those before the text count; our own tokenizers have none, and a token that begins an empty text."""
+    assert foreign(None).opening("abab") == ([], [2, 2])
+    assert foreign("<s> $A").opening("abab") == ([4], [2, 2])
+    assert foreign("<s> $A </s>").opening("aab") == ([4], [0, 2])
+    for tokenizer in (Bytes(), Bpe.train(["a b"], 257)):
+        assert tokenizer.begin == 0
+        before, ids = tokenizer.opening("b a")
+        assert (before, ids) == ([], tokenizer.encode(["b a"])[0].tolist())
+        assert tokenizer.opening("") == ([], [])
+    assert foreign("<s> $A </s>").opening("") == ([4], [])
+
+
+@pytest.mark.parametrize(
+    "template, starts, second",
+    [(None, [[2], [2, 0]], [0, 2]), ("<s> $A", [[4], [4, 2, 0]], [0, 2])],
+)
+def test_open_ended_prompts_keep_their_text(template: str | None, starts: list[list[int]], second: list[int]) -> None:
+    """A prompt of one token is dropped only after a special token; otherwise nothing would be before its text."""
+    pytest.importorskip("typer")
+    from saccade.cli.generate import open_ended
+
+    found, first = open_ended(foreign(template), ["ab", "abaa"])
+    assert found == starts
+    assert np.flatnonzero(first[0]).tolist() == (list(range(6)) if template is None else [2])
+    assert np.flatnonzero(first[1]).tolist() == second
+    found, first = open_ended(Bytes(), ["", "ab"])
+    assert found == [[0], [98]]
+    assert first[0].all()
+    assert np.flatnonzero(first[1]).tolist() == [99]

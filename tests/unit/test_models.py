@@ -14,7 +14,9 @@ from saccade import mask as masks  # noqa: E402
 from saccade.models import blocks  # noqa: E402
 from saccade.models.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 from saccade.models.data import IGNORED  # noqa: E402
+from saccade.models.deepseek_config import DeepSeekConfig  # noqa: E402
 from saccade.models.files import write_atomic  # noqa: E402
+from saccade.models.gpt2 import Gpt2, Gpt2Config  # noqa: E402
 from saccade.models.llama import Llama, LlamaConfig  # noqa: E402
 from saccade.models.settings import Settings  # noqa: E402
 from saccade.models.training import make_optimizer  # noqa: E402
@@ -141,6 +143,37 @@ def test_config_round_trips_and_refuses() -> None:
         LlamaConfig(**{**SMALL, "num_key_value_heads": 4})
     with pytest.raises(ValueError, match="head_dim=5"):
         LlamaConfig(**SMALL, head_dim=5)
+
+
+GPT2 = {"vocab_size": 61, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 16}
+
+
+@pytest.mark.parametrize(
+    "kind, shape, missing",
+    [
+        (LlamaConfig, SMALL, 2),
+        (DeepSeekConfig, {**SMALL, "model_type": "deepseek_v3"}, 1),
+        (DeepSeekConfig, {**SMALL, "model_type": "deepseek_v2"}, 2),
+        (Gpt2Config, GPT2, 50256),
+    ],
+)
+def test_the_end_tokens_of_a_config(kind: type, shape: dict[str, int], missing: int) -> None:
+    """A missing end token is the default of transformers, null is no token, and a list is several."""
+    assert kind.from_dict(shape).ends == (missing,)
+    for given, ends in ((None, (-1,)), (0, (0,)), ([3, 5], (3, 5))):
+        config = kind.from_dict({**shape, "eos_token_id": given})
+        assert config.ends == ends
+        again = json.loads(json.dumps(config.to_dict()))
+        assert kind.from_dict(again).ends == ends
+
+
+def test_gpt2_refuses_a_text_beyond_its_positions() -> None:
+    """A text as long as the table of positions is read, a longer one is not read with the last position repeated."""
+    torch.manual_seed(0)
+    model = Gpt2(Gpt2Config(**GPT2))
+    assert model(some_tokens(2, 16)).shape == (2, 16, 61)
+    with pytest.raises(ValueError, match="the text has 17 tokens; expected at most 16, the positions"):
+        model(some_tokens(2, 17))
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 64])

@@ -137,3 +137,27 @@ def test_the_core_refines_rows_of_as_few_pairs_as_the_others() -> None:
     text = (Path(saccade.__file__).parent / "backends" / "cpu" / "core" / "types.hpp").read_text(encoding="utf-8")
     (rows, keys) = re.findall(r"Tq \* Tk <= (\d+) \* (\d+);", text)[0]
     assert int(rows) * int(keys) == FEW_PAIRS
+
+
+def test_decode_keeps_few_masks_with_arrays_alive() -> None:
+    """Masks that are combined with the lengths of a cache hold their arrays: at most four are kept."""
+    x, alive = np.ones((2, 1, 1, 8), np.float32), []
+    cache = saccade.KVCache(2, 9, 1, 8)
+    cache.append(x, x, np.array([1, 0]))
+    for n in range(12):
+        mask = masks.documents(np.zeros(1, np.int64), np.full(9, n))
+        alive.append(weakref.ref(mask))
+        saccade.decode(x, cache, mask=mask)
+    del mask
+    gc.collect()
+    assert sum(one() is not None for one in alive) <= 4
+
+
+def test_decode_reads_the_boolean_mask_that_it_is_given() -> None:
+    """Of sequences with as many cached keys as before, and a mask that differs in single bits."""
+    x, v = np.ones((2, 1, 1, 8), np.float32), np.arange(64, dtype=np.float32).reshape(1, 8, 1, 8).repeat(2, 0)
+    cache = saccade.KVCache(2, 8, 1, 8)
+    cache.append(x.repeat(8, 1), v, np.array([8, 7]))
+    for n in range(7):
+        o = saccade.decode(x, cache, mask=masks.dense(np.arange(8)[None] == n))
+        assert np.array_equal(o[:, 0, 0], v[:, n, 0])

@@ -142,6 +142,16 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"g is of shape .*; expected \[B, T, H, K\] = \[2, 5, 4, 8\]",
     ),
+    "no heads and a beta per channel": (
+        lambda: recurrent.gated_delta_rule(Q[:, :, :0], Q[:, :, :0], V, V),
+        ValueError,
+        "at least 1 of each",
+    ),
+    "heads of a beta per channel": (
+        lambda: recurrent.gated_delta_rule(Q, Q, V[:, :, :3], V[:, :, :3]),
+        ValueError,
+        "q and k have 2 heads and v has 3; expected a multiple of them",
+    ),
     "no steps": (product(k=KEYS[:, :, :0], v=VALUES[:, :, :0], beta=BETAS[:, :, :0]), ValueError, "at least one step"),
     "borders with a batch": (decay(cu_seqlens=[0, 5]), ValueError, r"cu_seqlens with a batch of 2; expected B = 1"),
     "borders of floats": (packed([0.0, 5.0]), TypeError, r"cu_seqlens has dtype float64; expected int32 or int64"),

@@ -112,7 +112,7 @@ def backward(
     problem, plan, backend, direct = planned
     o, lse, do, dlse, _, entropy, dentropy = outputs
     q, k, v = positive(q, k, v)
-    do = do.resolve_neg()
+    do, dlse = do.resolve_neg(), None if dlse is None else dlse.resolve_neg()
     threads = follow_threads(backend)
     short = getattr(direct.get(False), "backward", None)
     if short is not None:

@@ -64,7 +64,7 @@ def attend_flash(
     if seed is None or not probs:
         return FlashResult(o, lse.mT, q.new_empty(0), seed)
     if torch.is_autocast_enabled(q.device.type):
-        q, k = q.to(o.dtype), k.to(o.dtype)
+        q, k, v = q.to(o.dtype), k.to(o.dtype), v.to(o.dtype)
     blocks = [(b, slice(0, q.shape[1]), slice(0, k.shape[1])) for b in range(len(q))]
     rows = lse
     if cu is not None:

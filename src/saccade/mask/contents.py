@@ -131,7 +131,7 @@ def equal(a: Any, b: Any, bits: bool = False) -> bool:
     if not (readable(a) and readable(b)) or tuple(a.shape) != tuple(b.shape):
         return False
     if isinstance(a, Bits) and isinstance(b, Bits):
-        a, b = a.packed, b.packed
+        return bool(np.array_equal(host(a.packed), host(b.packed)))
     a, b = host(a), host(b)
     return bool(np.array_equal(a != 0, b != 0) if bits else np.array_equal(a, b))
 

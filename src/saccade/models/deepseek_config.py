@@ -27,7 +27,7 @@ class DeepSeekConfig(LlamaConfig):
     keys that each query sees.
     """
 
-    END: ClassVar[int] = 1
+    END: ClassVar[dict[str, int]] = {"deepseek_v3": 1, "deepseek_v32": 1}
     UNDERSTOOD: ClassVar[dict[str, tuple[Any, ...]]] = {
         "model_type": tuple(KINDS),
         "hidden_act": ("silu",),

@@ -194,8 +194,11 @@ class HybridConfig:
         lacking = [name for name in ("vocab_size", "mixers", "feed_forward") if name not in chosen]
         if lacking:
             raise ValueError(f"config.json lacks {' and '.join(lacking)}; expected that of a saccade hybrid model")
-        if "step_limit" in chosen:
-            chosen["step_limit"] = tuple(math.inf if bound is None else bound for bound in chosen["step_limit"])
+        if chosen.get("eos_token_id", 0) is None:
+            chosen["eos_token_id"] = -1
+        limit = chosen.pop("step_limit", None)
+        if limit is not None:
+            chosen["step_limit"] = tuple(math.inf if bound is None else bound for bound in limit)
         return cls(**chosen)
 
 

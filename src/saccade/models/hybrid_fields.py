@@ -26,6 +26,10 @@ class Layout(NamedTuple):
     adapt: Callable[[HybridConfig, str, Tensor], Tensors] = lambda stack, name, x: {name: x}
 
 
+# the end token of transformers' configs that name none; no token has a number below 0
+END = {"mamba": 0, "mamba2": 2, "jamba": 2, "recurrent_gemma": 1, "kimi_linear": 163586}
+
+
 def understood(values: Values, **expected: Any) -> None:
     """Raises ValueError if a key has a value other than the expected one; missing keys pass."""
     for key, value in expected.items():
@@ -35,7 +39,7 @@ def understood(values: Values, **expected: Any) -> None:
 
 def common(values: Values, mixers: tuple[str, ...], after: tuple[str, ...], eps: str, tied: bool) -> dict[str, Any]:
     """The fields of every kind of stack. eps: the key of the norms' eps; tied: whether the head is tied by default."""
-    ends = values.get("eos_token_id")
+    ends = values.get("eos_token_id", END.get(values["model_type"], -1))
     fields: dict[str, Any] = {
         "vocab_size": values["vocab_size"],
         "hidden_size": values["hidden_size"],
@@ -45,7 +49,6 @@ def common(values: Values, mixers: tuple[str, ...], after: tuple[str, ...], eps:
         "tie_word_embeddings": values.get("tie_word_embeddings", tied),
         "max_position_embeddings": values.get("max_position_embeddings") or UNBOUNDED,
     }
-    # a model without an end token: no token has a number below 0
     fields["eos_token_id"] = tuple(ends) if isinstance(ends, list) else -1 if ends is None else ends
     return fields
 

@@ -33,7 +33,8 @@ class LlamaConfig:
         "hidden_act": ("silu",),
         "partial_rotary_factor": (1.0, None),
     }
-    END: ClassVar[int] = 2
+    # transformers' end token where a file names none, by type; else 2
+    END: ClassVar[dict[str, int]] = {}
 
     vocab_size: int
     hidden_size: int = 192
@@ -94,8 +95,8 @@ class LlamaConfig:
                 raise ValueError(f"config.json says {key}={values[key]!r}; expected {options}")
         if values["model_type"] == "llama":
             values.pop("sliding_window", None)
-        # transformers' default for a missing key; no token is -1
-        ends = values.get("eos_token_id", cls.END)
+        # no token is -1
+        ends = values.get("eos_token_id", cls.END.get(values["model_type"], 2))
         values["eos_token_id"] = tuple(ends) if isinstance(ends, list) else -1 if ends is None else ends
         known = {field.name for field in fields(cls)}
         chosen = {key: value for key, value in values.items() if key in known and value is not None}

@@ -126,7 +126,7 @@ def generate(
     logits, caches = prefill(model, prompts, room, chunk, backend, quantised, caches)
     if first is not None:
         logits = allow(logits, first)
-    if draft is not None and prompts:
+    if draft is not None:
         texts = [Text(prompt, tokens, config.ends, draft) for prompt in prompts]
         yield from speculate(model, caches, texts, logits, draft, partial(sampler.draw, generator=generator), backend)
         return

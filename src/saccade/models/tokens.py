@@ -81,7 +81,8 @@ class Bpe:
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         self.inner = inner
-        self.vocab_size: int = inner.get_vocab_size()
+        # the numbers of tokens may have gaps
+        self.vocab_size: int = 1 + max(inner.get_vocab().values(), default=-1)
         self.begin: int | None = inner.token_to_id(END_TEXT)
         self.special = [i for i, token in inner.get_added_tokens_decoder().items() if token.special]
 
@@ -115,7 +116,8 @@ class Bpe:
         return self.inner.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def opening(self, text: str) -> tuple[list[int], list[int]]:
-        whole = self.inner.encode(text)
+        # of a text with tokens, because those of an empty one have no place among the special ones
+        whole = self.inner.encode(text or "a")
         before = whole.special_tokens_mask.index(0) if 0 in whole.special_tokens_mask else len(whole.ids)
         return whole.ids[:before], self.encode([text])[0].tolist()
 

@@ -42,7 +42,7 @@ def in_columns(arrays: Arrays) -> Arrays:
     xp = sys.modules["mlx.core"] if is_mlx(v) else namespace(v)
     if tuple(beta.shape) != (B, T, H, V):
         raise ValueError(f"beta is {kind_of(beta)}; expected [B, T, H], or [B, T, H, V] = {[B, T, H, V]}")
-    if H % arrays["k"].shape[2]:
+    if H % (arrays["k"].shape[2] or 1):
         raise ValueError(f"q and k have {arrays['k'].shape[2]} heads and v has {H}; expected a multiple of them")
     if g is not None:
         if tuple(g.shape[:3]) != (B, T, H):
