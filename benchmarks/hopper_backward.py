@@ -99,6 +99,8 @@ def check_case(name: str, D: int, deterministic: bool) -> bool:
     lse, delta, *exact = reference(list(t.values()), allowed, c["softcap"], torch.float64)
     plain = reference(list(t.values()), allowed, c["softcap"], c["dtype"])[2:]
     outs = tuple(torch.full_like(t[n], torch.nan) for n in ("q", "k", "v"))
+    # torch gives this memory to the sums
+    torch.full((1 << 25,), torch.nan, device="cuda")
     backward(call, schedules, (t["do"], lse, delta), outs)
     rounding = torch.finfo(c["dtype"]).eps
     errors = [(error(a, b), error(p, b)) for a, b, p in zip(outs, exact, plain, strict=True)]

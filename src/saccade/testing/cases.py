@@ -132,6 +132,8 @@ def _cuts() -> Iterator[Case]:
         "documents-64": {"D": 64, "mask": f"documents({ids})", "softcap": 2.0},
         "prefix": {"D": 64, "mask": "prefix(130) | causal()"},
         "keys": {"B": 2, "D": 128, "mask": "keys([330, 77])"},
+        "unseen": {"D": 128, "mask": "window(9, 9) & keys(100)"},
+        "unseen-64": {"D": 64, "mask": "window(9, 9) & keys(100)"},
         "blocks": {"D": 128, "mask": f"tiles({_blocks(5, 6)}, 64) & window(200, 9)"},
         "blocks-window": {"D": 64, "mask": f"tiles({_blocks(5, 6)}, 64) | window(20, 9)"},
         "blocks-wide": {"D": 256, "mask": f"tiles({_blocks(3, 3)}, 128) & window(200, 120)", "sinks": True},

@@ -216,7 +216,7 @@ def backward(
     to = _sums(sums, BM, columns) if by_keys else sums
     arrays = *inputs, stats, *outputs, to, counts, schedule, lists.bands
     call.run(_backward, (N * p.B * p.Hk,), *arrays, scores, sizes, CONFIG=config, num_warps=4 if by_keys else 8)
-    call.run(convert, grid, sums, array(dq), p.scores.scale, (p.Hq, p.Tq), TILE=sum_tile, ROWS=by_keys)
+    call.run(convert, grid, sums, counts, array(dq), p.scores.scale, (p.Hq, p.Tq), TILE=sum_tile, ROWS=by_keys)
 
 
 def _sums(x: Tensor, BM: int, D: int) -> TensorDescriptor:

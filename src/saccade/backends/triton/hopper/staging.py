@@ -57,10 +57,11 @@ def prepare(lse, delta, stat, sums, counts, sizes, TILE: tl.constexpr):
 
 
 @triton.jit
-def convert(sums, dq, scale, sizes, TILE: tl.constexpr, ROWS: tl.constexpr):
+def convert(sums, counts, dq, scale, sizes, TILE: tl.constexpr, ROWS: tl.constexpr):
     """Write one tile of dQ, a `launch.Array`, scaled and rounded.
 
-    sums: in rows if ROWS, which takes all columns at a time, otherwise in the order of `backward_by_columns`.
+    sums: in rows if ROWS, which takes all columns at a time, otherwise in the order of `backward_by_columns`. Unless
+    ADDED, they are undefined where `counts` says that no key tile has stored a term.
     """
     BM: tl.constexpr = TILE.BM
     D: tl.constexpr = TILE.D
@@ -71,7 +72,11 @@ def convert(sums, dq, scale, sizes, TILE: tl.constexpr, ROWS: tl.constexpr):
     COLUMNS: tl.constexpr = TILE.COLUMNS
     for first in tl.static_range(0, D, COLUMNS):
         here = first * BM + tl.arange(0, BM * COLUMNS)
-        x = tl.load(sums + tile * (BM * D) + here)
+        at = sums + tile * (BM * D) + here
+        if TILE.ADDED:
+            x = tl.load(at)
+        else:
+            x = tl.load(at, tl.load(counts + 1 + tile) > 0, 0.0)
         for kind in tl.static_range(1, KINDS):
             x += tl.load(sums + (tile + kind * (M * Hq * tl.num_programs(2))) * (BM * D) + here)
         if ROWS:
