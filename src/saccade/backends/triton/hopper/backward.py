@@ -20,129 +20,21 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....problem import Problem
+from ..chip import multiprocessors
 from ..launch import Array, AttentionLaunch, array
-from . import backward_by_columns as by_columns
-from . import backward_by_keys as by_keys
-from .backward_pipeline import BackwardPipeline, Config, load
-from .masking import MaskOfKeys
-from .pipeline import Ring
+from .backward_by_columns import backward_by_columns
+from .backward_by_keys import backward_by_keys
+from .backward_pipeline import Config
 from .schedule import BackwardSchedule, ForwardSchedule
 from .sizes import size_of
 from .softmax import Scores
 from .staging import SumTile, convert, prepare
-from .tile_scheduler import KeyBlock
+from .tile_scheduler import BackwardSizes
 from .tiles import padded
-
-
-@gluon.jit
-def _backward(q, k, v, do, stat, dk, dv, sums, counts, schedule, bands, scores, sizes, CONFIG: gl.constexpr):
-    """Grid: one CTA for each (key tile, key head, batch entry); tickets go by place within `section` heads."""
-    B, Hk, Tk, M, N, section = sizes
-    key_lo, key_hi = schedule.key_lo, schedule.key_hi
-    STAGES: gl.constexpr = CONFIG.STAGES
-    G: gl.constexpr = CONFIG.G
-    BM: gl.constexpr = q.block_shape[1]
-    BN: gl.constexpr = k.block_shape[1]
-    dtype: gl.constexpr = q.dtype
-    ticket = gl.program_id(0)
-    if CONFIG.ORDERED:
-        ticket = gl.atomic_add(counts, 1, sem="relaxed")
-    # tickets of a section: key tiles in ascending order, for each tile all heads of the section
-    of = ticket // (N * section)
-    width = gl.minimum(section, B * Hk - of * section)
-    inner = ticket - of * (N * section)
-    place = inner // width
-    bh = of * section + inner % width
-    b, hk = bh // Hk, bh % Hk
-    cell = place + (b * N if CONFIG.LISTS_B else 0)
-    n, long = place, 0
-    LONG: gl.constexpr = schedule.order is not None
-    if LONG:
-        # key tiles with long lists have ranks and sums of their own
-        n = gl.load(schedule.order + cell)
-        n, long = n & ((1 << 30) - 1), n >> 30
-    rank_ptr = schedule.rank_ptr + ((b if CONFIG.LISTS_B else 0) * (2 if LONG else 1) + long) * M
-    counts += 1 + long * (B * Hk * G * M)
-    start = long * (B * Hk * G * M)
-    if CONFIG.BANDS_B:
-        bands += b * CONFIG.NB * 8
-    if CONFIG.ROWS_B:
-        key_lo += b.to(gl.int64) * Tk
-        key_hi += b.to(gl.int64) * Tk
-
-    q_s = gl.allocate_shared_memory(dtype, [STAGES] + q.block_shape, q.layout)
-    do_s = gl.allocate_shared_memory(dtype, [STAGES] + do.block_shape, do.layout)
-    k_s = gl.allocate_shared_memory(dtype, [1] + k.block_shape, k.layout)
-    v_s = gl.allocate_shared_memory(dtype, [1] + v.block_shape, v.layout)
-    stat_s = gl.allocate_shared_memory(gl.float32, [STAGES] + stat.block_shape, stat.layout)
-    # tiles of 64 keys leave no room for a second dS and for dQ
-    BY_KEYS: gl.constexpr = BN == 128
-    HALVES: gl.constexpr = 2 if BY_KEYS else 1
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
-    ds_s = gl.allocate_shared_memory(dtype, [HALVES, BN, BM], gl.NVMMASharedLayout(128, 16, 2))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], bar)
-    may_add = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    added = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    for x in gl.static_range(STAGES):
-        mbarrier.init(full.index(x), count=1)
-        mbarrier.init(empty.index(x), count=HALVES)
-    for x in gl.static_range(2):
-        mbarrier.init(may_add.index(x), count=1)
-        mbarrier.init(added.index(x), count=HALVES)
-    mbarrier.init(kv_full, count=1)
-
-    rows = Ring((q_s, do_s, stat_s), full, empty)
-    schedule = BackwardSchedule(schedule.ptr, schedule.seg, rank_ptr, schedule.ranks, schedule.order)
-    block, copied = KeyBlock(cell, b, hk, n, Hk * G, M), (q, k, v, do, stat)
-    mask = bands, key_lo, key_hi, Tk
-    # a MaskOfKeys is not built in a variable, because Triton would turn the constant NB into a runtime number
-    if BY_KEYS:
-        dq_s = gl.allocate_shared_memory(gl.float32, [2] + sums.block_shape, sums.layout)
-        ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-        ds_free = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-        done = gl.allocate_shared_memory(gl.int64, [1], bar)
-        mbarrier.init(done, count=2)
-        for x in gl.static_range(2):
-            mbarrier.init(ds_full.index(x), count=2)
-            mbarrier.init(ds_free.index(x), count=2)
-        pipeline = BackwardPipeline(rows, k_s, v_s, kv_full, ds_s, may_add, added, None, dq_s, ds_full, ds_free, done)
-        work, queue = (block, schedule), (counts, start, place)
-        gl.warp_specialize(
-            [
-                (by_keys.compute, (0, work, pipeline, MaskOfKeys(*mask, CONFIG.NB), scores, (dk, dv), CONFIG)),
-                (by_keys.compute, (1, work, pipeline, MaskOfKeys(*mask, CONFIG.NB), scores, (dk, dv), CONFIG)),
-                (load, (copied, block, schedule, pipeline, 0, CONFIG)),
-                (by_keys.add_in_order, (0, work, pipeline, sums, queue, CONFIG)),
-                (by_keys.add_in_order, (1, work, pipeline, sums, queue, CONFIG)),
-            ],
-            [4, 1, 1, 1],
-            [240, 24, 24, 24],
-        )
-    else:
-        p_s = gl.allocate_shared_memory(dtype, [1, BN, BM], gl.NVMMASharedLayout(128, 16, 2))
-        pipeline = BackwardPipeline(rows, k_s, v_s, kv_full, ds_s, may_add, added, p_s)
-        gradients = sums + start.to(gl.int64) * (BM * CONFIG.D), dk, dv
-        gl.warp_specialize(
-            [
-                (
-                    by_columns.compute,
-                    (block, schedule, pipeline, MaskOfKeys(*mask, CONFIG.NB), scores, gradients, CONFIG),
-                ),
-                (load, (copied, block, schedule, pipeline, 1, CONFIG)),
-                (by_columns.keep_order, (0, block, schedule, pipeline, counts, place, CONFIG)),
-                (by_columns.keep_order, (1, block, schedule, pipeline, counts, place, CONFIG)),
-            ],
-            [1, 1, 1],
-            [24, 24, 24],
-        )
 
 
 class Tile(NamedTuple):
@@ -203,19 +95,23 @@ def backward(
     inputs = _tiles(q, BM), _tiles(k, BN), _tiles(v, BN), _tiles(do, BM)
     line = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     stats = TensorDescriptor(stat, list(stat.shape), [1], [2 * BM], line)
-    # by keys, each warpgroup stores its half
-    outputs = (x if wide else _tiles(x, 64) for x in (dk, dv))
+    # by keys, each warpgroup stores its half, and 64 columns of dk at a time
+    outputs = (dk, dv) if wide else (_tiles(dk, 64, 64 if by_keys else 0), _tiles(dv, 64))
     bands_b, rows_b = (x is not None and x.shape[0] > 1 for x in (lists.bands, schedule.key_lo))
     lists_b = len(schedule.ptr) - 1 > N
     rest = p.G, lists.bands.shape[1], lists_b, bands_b, rows_b, blocks, p.deterministic, wide, added
     config = Config(stages, p.D, p.Dv, *rest)
     scores, sizes = (
         Scores(p.scores.scale, p.scores.softcap or None),
-        (p.B, p.Hk, p.Tk, M, N, section_of(p, N)),
+        BackwardSizes(p.B, p.Hk, p.Tk, M, N, section_of(p, N)),
     )
     to = _sums(sums, BM, columns) if by_keys else sums
-    arrays = *inputs, stats, *outputs, to, counts, schedule, lists.bands
-    call.run(_backward, (N * p.B * p.Hk,), *arrays, scores, sizes, CONFIG=config, num_warps=4 if by_keys else 8)
+    arguments = *inputs, stats, *outputs, to, counts, schedule, lists.bands, scores, sizes
+    if by_keys:
+        programs = min(N * p.B * p.Hk, multiprocessors(str(q.device)))
+        call.run(backward_by_keys, (programs,), *arguments, CONFIG=config, num_warps=4)
+    else:
+        call.run(backward_by_columns, (N * p.B * p.Hk,), *arguments, CONFIG=config, num_warps=8)
     call.run(convert, grid, sums, counts, array(dq), p.scores.scale, (p.Hq, p.Tq), TILE=sum_tile, ROWS=by_keys)
 
 
@@ -225,10 +121,10 @@ def _sums(x: Tensor, BM: int, D: int) -> TensorDescriptor:
     return TensorDescriptor(x, [x.numel() // D, D], [D, 1], [BM, D], layout)
 
 
-def _tiles(x: Tensor, rows: int) -> TensorDescriptor:
+def _tiles(x: Tensor, rows: int, columns: int = 0) -> TensorDescriptor:
     # columns are padded to a power of two, with zeros; a dimension of size 1 may have any stride, and gets one that the
     # copy engine takes
-    block = [1, rows, 1, padded(x.shape[3])]
+    block = [1, rows, 1, columns or padded(x.shape[3])]
     strides = [s if n > 1 else x.shape[3] for n, s in zip(x.shape, x.stride(), strict=True)]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], block, layout)

@@ -32,7 +32,7 @@ from ..chip import multiprocessors
 from ..launch import AttentionLaunch, array
 from .gluon_names import async_load, barrier
 from .masking import KeyTile, Mask, RowBlock, seen_by_all
-from .pipeline import Ring, pass_turn, release, take_turn, wait_empty, wait_full
+from .pipeline import Ring, pass_turn, read_number, release, take_turn, wait_empty, wait_full, write_number
 from .products import add_values, by_row, operand, product_layout, rescaled, scores_of
 from .schedule import ForwardSchedule
 from .softmax import Output, Scores, after_softmax, by_thread, finish, softmax
@@ -84,16 +84,6 @@ class Rows(NamedTuple):
 
 
 @gluon.jit
-def _write(slot, value):
-    slot.store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-
-
-@gluon.jit
-def _read(slot):
-    return gl.max(slot.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
 def _copy_rows(desc, at, full, tiles, n, PIECES: gl.constexpr):
     # tile n, of the rows from (b, h, row) on
     for piece in gl.static_range(PIECES):
@@ -133,13 +123,14 @@ def _load(inputs, scheduler, pipeline, TILES: gl.constexpr):
         last = gl.load(scheduler.lists.ptr + mask_b * scheduler.n_tiles + tile + 1)
         stage = wait_empty(ring, piece)
         at = 8 * stage
-        _write(work.index(at), b)
-        _write(work.index(at + 1), h)
-        _write(work.index(at + 2), tile)
-        _write(work.index(at + 3), first)
-        _write(work.index(at + 4), last)
+        write_number(work.index(at), b)
+        write_number(work.index(at + 1), h)
+        write_number(work.index(at + 2), tile)
+        write_number(work.index(at + 3), first)
+        write_number(work.index(at + 4), last)
         for c in gl.static_range(3):
-            _write(work.index(at + 5 + c), gl.load(scheduler.lists.seg + 3 * first + c, mask=first < last, other=0))
+            number = gl.load(scheduler.lists.seg + 3 * first + c, mask=first < last, other=0)
+            write_number(work.index(at + 5 + c), number)
         barrier()
         full = ring.full.index(stage)
         mbarrier.expect(full, NC * TILES.pieces * q.block_type.nbytes)
@@ -161,7 +152,7 @@ def _load(inputs, scheduler, pipeline, TILES: gl.constexpr):
             _copy_tile(v, b, h // scheduler.G, before, pipeline.v, step - 1, TRANSPOSED)
         w = after
     stage = wait_empty(ring, piece)
-    _write(work.index(8 * stage), -1)
+    write_number(work.index(8 * stage), -1)
     barrier()
     mbarrier.arrive(ring.full.index(stage))
 
@@ -229,15 +220,15 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, TIL
     if _take_turns(dtype, NC) and which == NC - 1:
         pass_turn(0, step)
     mbarrier.wait(pipeline.q.full.index(0), 0)
-    b = _read(work.index(0))
+    b = read_number(work.index(0), 4)
     while b >= 0:
         stage = piece % pipeline.q.full.shape[0]
         at = 8 * stage
         q = stage * NC + which
-        h = _read(work.index(at + 1))
-        tile = _read(work.index(at + 2))
-        first = _read(work.index(at + 3))
-        last = _read(work.index(at + 4))
+        h = read_number(work.index(at + 1), 4)
+        tile = read_number(work.index(at + 2), 4)
+        first = read_number(work.index(at + 3), 4)
+        last = read_number(work.index(at + 4), 4)
         first_row = (tile * NC + which) * 64
         mask_b = gl.where(scheduler.Bm > 1, b, 0)
         low, high = seen_by_all(first_row, mask_b, mask)
@@ -253,9 +244,9 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, TIL
         l = by_thread(gl.zeros([64, BN], gl.float32, S), False)
         if first < last:
             # the first key tile has no earlier product to overlap with
-            j = _read(work.index(at + 5))
-            kind = _read(work.index(at + 7))
-            test = (kind != 2) | (_read(work.index(at + 6)) - j < BN)
+            j = read_number(work.index(at + 5), 4)
+            kind = read_number(work.index(at + 7), 4)
+            test = (kind != 2) | (read_number(work.index(at + 6), 4) - j < BN)
             s = scores_of(pipeline.q, q, pipeline.k, wait_full(pipeline.k, step))
             s = warpgroup_mma_wait(0, deps=[s])
             release(pipeline.k, step)
@@ -290,7 +281,7 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, TIL
         finish(o, m, l, block, own, output, TILES.stored)
         piece += 1
         stage = wait_full(pipeline.q, piece)
-        b = _read(work.index(8 * stage))
+        b = read_number(work.index(8 * stage), 4)
 
 
 @gluon.jit

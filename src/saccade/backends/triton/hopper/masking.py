@@ -30,17 +30,16 @@ class Mask(NamedTuple):
 
 
 class MaskOfKeys(NamedTuple):
-    """The element test of a batch entry in the backward, whose tiles are keys × queries.
+    """The element test of the backward, whose tiles are keys × queries.
 
-    bands: int32 [NB, 8]. key_lo, key_hi: int32 [Tk], ascending: the rows [lo, hi) that each key is restricted to, or
-    None. Tk: keys of a head.
+    bands: int32 [1 | B, NB, 8]. key_lo, key_hi: int32 [1 | B, Tk], ascending: the rows [lo, hi) that each key is
+    restricted to, or None. Tk: keys of a head.
     """
 
     bands: Any
     key_lo: Any
     key_hi: Any
     Tk: Any
-    NB: Any
 
 
 class RowBlock(NamedTuple):
@@ -149,11 +148,11 @@ def masked_scores(s, keys, block, mask):
 
 
 @gluon.jit
-def _in_bands(p, t, j, bands_of, mask):
+def _in_bands(p, t, j, bands_of, mask, NB: gl.constexpr):
     # p where any band in the sets [BN, 1] of the keys lets queries t (columns) see keys j (rows); else 0
     d = t - j
     allowed = d > (1 << 30)
-    for n in gl.static_range(mask.NB):
+    for n in gl.static_range(NB):
         at = mask.bands + n * 8
         inside = (d >= gl.load(at)) & (d <= gl.load(at + 1)) & ((bands_of >> n & 1) != 0)
         inside &= (j >= gl.load(at + 2)) & (j < gl.minimum(gl.load(at + 3), mask.Tk))
@@ -200,17 +199,24 @@ def _in_band(p, band, keys, t, j, mask):
 
 
 @gluon.jit
-def masked_weights(p, t, j, kind, mask, BLOCKS: gl.constexpr):
-    """p [BN, BM] of keys from j and queries from t on, with 0 for excluded pairs.
+def masked_weights(p, t, j, kind, b, mask, CONFIG: gl.constexpr):
+    """p [BN, BM] of keys from j and queries from t of batch entry b on, with 0 for excluded pairs.
 
-    Every 64 keys have a set of bands. BLOCKS: a tile may have 64 keys inside a block of the mask and 64 outside.
+    Every 64 keys have a set of bands.
     """
+    bands, key_lo, key_hi, Tk = mask
+    if CONFIG.BANDS_B:
+        bands += b * CONFIG.NB * 8
+    if CONFIG.ROWS_B:
+        key_lo += b.to(gl.int64) * Tk
+        key_hi += b.to(gl.int64) * Tk
+    mask = MaskOfKeys(bands, key_lo, key_hi, Tk)
     BN: gl.constexpr = p.shape[0]
     BM: gl.constexpr = p.shape[1]
     layout: gl.constexpr = p.type.layout
     keys = gl.expand_dims(j + gl.arange(0, BN, gl.SliceLayout(1, layout)), 1)
     one, two = kind >> 2 & 15, kind >> 6 & 15
-    if mask.NB == 1:
+    if CONFIG.NB == 1:
         p = _in_band(p, mask.bands, keys, t, j, mask)
     else:
         only = _only_band(one | two)
@@ -219,11 +225,11 @@ def masked_weights(p, t, j, kind, mask, BLOCKS: gl.constexpr):
         else:
             queries = gl.expand_dims(t + gl.arange(0, BM, gl.SliceLayout(0, layout)), 0)
             every = gl.where((one | two) == 0, 15, 0)
-            p = _in_bands(p, queries, keys, every | gl.where(keys - j < 64, one, two), mask)
+            p = _in_bands(p, queries, keys, every | gl.where(keys - j < 64, one, two), mask, CONFIG.NB)
             if mask.key_lo is not None:
                 at = gl.minimum(keys, mask.Tk - 1)
                 low, high = gl.load(mask.key_lo + at), gl.load(mask.key_hi + at)
                 p = gl.where((queries >= low) & (queries < high), p, 0.0)
-    if BLOCKS and ((one | two != 0) & ((one == 0) | (two == 0))):
+    if CONFIG.BLOCKS and ((one | two != 0) & ((one == 0) | (two == 0))):
         p = gl.where(gl.where(keys - j < 64, one, two) != 0, p, 0.0)
     return p

@@ -25,6 +25,18 @@ class Ring(NamedTuple):
 
 
 @gluon.jit
+def write_number(slot, number):
+    """Write an int32 to shared memory [1], by one warp."""
+    slot.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def read_number(slot, WARPS: gl.constexpr):
+    """Read an int32 from shared memory [1], in every thread of so many warps."""
+    return gl.max(slot.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+
+
+@gluon.jit
 def wait_empty(ring, step):
     """The stage of a step, once its readers have released it."""
     DEPTH: gl.constexpr = ring.empty.shape[0]

@@ -56,18 +56,76 @@ def piece_of(w, scheduler):
     return b, bh % scheduler.Hq, mask_b, tile
 
 
-class KeyBlock(NamedTuple):
-    """The keys of a CTA: key tile n of key head hk of batch entry b.
+class BackwardSizes(NamedTuple):
+    """B batch entries, Hk key heads, Tk keys of a head; M row tiles and N key tiles of a head; `section` heads of
+    neighbouring tickets."""
 
-    cell: of its list in a schedule. Hq: all query heads. M: row tiles per head.
+    B: Any
+    Hk: Any
+    Tk: Any
+    M: Any
+    N: Any
+    section: Any
+
+
+class KeyBlock(NamedTuple):
+    """The keys of a ticket: key tile n of key head hk of batch entry b.
+
+    place: of the key tile among those of its head. cell: of its list in a schedule. long: 1 for a long list, which has
+    ranks and sums of its own, else 0.
     """
 
-    cell: Any
     b: Any
     hk: Any
     n: Any
-    Hq: Any
-    M: Any
+    place: Any
+    cell: Any
+    long: Any
+
+
+class Queue(NamedTuple):
+    """How the key tile at a place takes its turn in adding to sums of dQ.
+
+    rank_ptr, ranks: of a schedule, for the key tile's batch entry and kind. counts: how many key tiles have added to
+    each row tile. start: the first row tile of this kind in the sums.
+    """
+
+    rank_ptr: Any
+    ranks: Any
+    counts: Any
+    start: Any
+    place: Any
+
+
+@gluon.jit
+def block_of(ticket, schedule, sizes, CONFIG: gl.constexpr):
+    """The keys of a ticket: sections of heads; in a section key tiles in their order, and for each tile all heads."""
+    of = ticket // (sizes.N * sizes.section)
+    width = gl.minimum(sizes.section, sizes.B * sizes.Hk - of * sizes.section)
+    inner = ticket - of * (sizes.N * sizes.section)
+    place = inner // width
+    bh = of * sizes.section + inner % width
+    b = bh // sizes.Hk
+    cell = place
+    if CONFIG.LISTS_B:
+        cell += b * sizes.N
+    n = place
+    long = 0
+    if schedule.order is not None:
+        n = gl.load(schedule.order + cell)
+        n, long = n & ((1 << 30) - 1), n >> 30
+    return KeyBlock(b, bh % sizes.Hk, n, place, cell, long)
+
+
+@gluon.jit
+def queue_of(block, schedule, counts, sizes, CONFIG: gl.constexpr):
+    """The queue of a key tile; counts begins with the number of tickets drawn."""
+    KINDS: gl.constexpr = 1 if schedule.order is None else 2
+    at = block.long
+    if CONFIG.LISTS_B:
+        at += block.b * KINDS
+    start = block.long * (sizes.B * sizes.Hk * CONFIG.G * sizes.M)
+    return Queue(schedule.rank_ptr + at * sizes.M, schedule.ranks, counts + 1 + start, start, block.place)
 
 
 class RowTile(NamedTuple):
@@ -137,19 +195,19 @@ def next_tile(tile, UP: gl.constexpr):
 
 
 @gluon.jit
-def rank_of(schedule, m, n):
-    """The number of key tiles that add to row tile m before place n. Runs are (first, offset), the rank n + offset."""
-    low, high = gl.load(schedule.rank_ptr + m), gl.load(schedule.rank_ptr + m + 1)
+def rank_of(queue, m):
+    """The number of earlier key tiles that add to row tile m. A run is (first place, offset), a rank place + offset."""
+    low, high = gl.load(queue.rank_ptr + m), gl.load(queue.rank_ptr + m + 1)
     while high - low > 1:
         middle = (low + high) // 2
-        if gl.load(schedule.ranks + 2 * middle) <= n:
+        if gl.load(queue.ranks + 2 * middle) <= queue.place:
             low = middle
         else:
             high = middle
-    return n + gl.load(schedule.ranks + 2 * low + 1)
+    return queue.place + gl.load(queue.ranks + 2 * low + 1)
 
 
 @gluon.jit
-def row_tile_of(block, tile, G: gl.constexpr):
+def row_tile_of(block, tile, sizes, G: gl.constexpr):
     """The number of a row tile, counted over all query heads and batch entries."""
-    return (block.b * block.Hq + block.hk * G + tile.g) * block.M + tile.m
+    return ((block.b * sizes.Hk + block.hk) * G + tile.g) * sizes.M + tile.m
