@@ -276,7 +276,7 @@ def of_lists(chip: str = "sm_90") -> dict[str, Taken]:
         part = on_device.Intervals(*on_device._by_ids(p, mask.children), 300, True, 3)
         on_device.segments(part, 128, 64)
         schedule_of_intervals(part, 128, 64)
-    assert set(found) == {"rows_of_ids", "segments", "pack", "turns"}
+    assert set(found) == {"rows_of_ids", "rows_of_keys", "segments", "pack", "turns"}
     return found
 
 

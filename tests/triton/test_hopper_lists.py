@@ -206,13 +206,20 @@ def test_rows_of_a_backward_tile_are_in_one_block(D) -> None:
 
 
 @pytest.mark.parametrize(
-    ("B", "H", "key_tiles", "ordered", "expected"),
-    [(1, 16, 128, True, 8), (1, 16, 128, False, 4), (4, 16, 32, True, 16), (4, 16, 32, False, 16), (1, 2, 8, True, 2)],
+    ("B", "H", "key_tiles", "ordered", "by_keys", "expected"),
+    [
+        (1, 16, 128, True, True, 16),
+        (1, 16, 128, True, False, 8),
+        (1, 16, 128, False, True, 4),
+        (4, 16, 32, True, False, 16),
+        (4, 16, 32, False, True, 16),
+        (1, 2, 8, True, True, 2),
+    ],
 )
-def test_sections_of_the_backward(B, H, key_tiles, ordered, expected) -> None:
+def test_sections_of_the_backward(B, H, key_tiles, ordered, by_keys, expected) -> None:
     """Long sequences share the cache with few heads; short ones start many, and never more than there are."""
     p = Problem(B, 128 * key_tiles, 128 * key_tiles, H, H, 64, 64, mask=causal(), deterministic=ordered)
-    assert section_of(p, key_tiles) == expected
+    assert section_of(p, key_tiles, by_keys) == expected
 
 
 def test_dtypes_of_one_plan_have_their_own_tiles() -> None:

@@ -1,4 +1,4 @@
-"""Gradients of attention on Hopper: five products in one kernel, one CTA for each tile of keys.
+"""Gradients of attention on Hopper: five products in one kernel, whose CTAs take tiles of keys.
 
 With s = scale q·k (capped where softcap > 0), P = exp(s - lse), dP = dO Vᵀ and dS = P (dP - delta):
 dV = Pᵀ dO, dK = scale dSᵀ Q, dQ = scale dS K. A CTA keeps its K and V in shared memory and visits the row tiles that
@@ -20,21 +20,35 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....problem import Problem
 from ..chip import multiprocessors
 from ..launch import Array, AttentionLaunch, array
-from .backward_by_columns import backward_by_columns
-from .backward_by_keys import backward_by_keys
-from .backward_pipeline import Config
+from . import backward_by_columns as by_columns
+from . import backward_by_keys as by_keys
+from .backward_pipeline import Config, Inputs
+from .masking import MaskOfKeys
 from .schedule import BackwardSchedule, ForwardSchedule
 from .sizes import size_of
 from .softmax import Scores
 from .staging import SumTile, convert, prepare
 from .tile_scheduler import BackwardSizes
 from .tiles import padded
+
+
+@gluon.jit
+def _backward(q, k, v, do, stat, dk, dv, sums, counts, schedule, bands, scores, sizes, CONFIG: gl.constexpr):
+    """Grid: by keys, at most one CTA for each multiprocessor; by columns, one for each key tile of every head."""
+    inputs, results = Inputs(q, k, v, do, stat), (dk, dv, sums, counts)
+    mask = MaskOfKeys(bands, schedule.key_lo, schedule.key_hi, sizes.Tk)
+    # tiles of 64 keys leave no room for a second dS and for dQ
+    if k.block_shape[1] == 128:
+        by_keys.partition(inputs, results, schedule, mask, scores, sizes, CONFIG)
+    else:
+        by_columns.partition(inputs, results, schedule, mask, scores, sizes, CONFIG)
 
 
 class Tile(NamedTuple):
@@ -55,14 +69,15 @@ def tile_of(D: int, blocks: bool) -> Tile:
     return (IN_BLOCKS if blocks else TILES)[D]
 
 
-def section_of(p: Problem, key_tiles: int) -> int:
-    """Key heads whose CTAs start next to each other.
+def section_of(p: Problem, key_tiles: int, by_keys: bool) -> int:
+    """Key heads whose key tiles start next to each other.
 
     Few, because their sums then stay in the L2 cache; but several, because in a fixed order the key tiles of one head
     start one after the other, and because the long tiles of the last section should not end the call alone.
     """
-    few = 1024 // key_tiles if p.deterministic else 512 // key_tiles
-    return min(p.B * p.Hk, 16, max(few, 8 if p.deterministic else 1))
+    if not p.deterministic:
+        return min(p.B * p.Hk, 16, max(512 // key_tiles, 1))
+    return min(p.B * p.Hk, 16, max(1024 // key_tiles, 16 if by_keys else 8))
 
 
 def backward(
@@ -80,11 +95,11 @@ def backward(
     p, (q, k, v), (do, lse, delta), (dq, dk, dv) = call.problem, (x.p for x in call.qkv), rows, gradients
     ((_, lists, _, _, _, blocks), schedule), (BM, BN, stages) = schedules, tile_of(size_of(p), schedules[0].blocks)
     M, N = -(-p.Tq // BM), -(-p.Tk // BN)
-    by_keys = BN == 128
+    keys = BN == 128
     # by keys, sums have the columns of the kernel; by columns, they are taken 64 or a power of two at a time
-    columns = padded(p.D) if by_keys else p.D
+    columns = padded(p.D) if keys else p.D
     # in a fixed order the first key tile stores dQ; row tiles that have two orders may lack one of the two
-    added = not (by_keys and p.deterministic and schedule.order is None)
+    added = not (keys and p.deterministic and schedule.order is None)
     kinds = 1 if schedule.order is None else 2
     tiles, sum_tile = p.B * p.Hq * M, SumTile(BM, columns, kinds, columns & -columns, p.D, added)
     stat, sums = call.scratch(tiles * 2 * BM, like=q), call.scratch(sum_tile.KINDS * tiles * BM * columns, like=q)
@@ -96,23 +111,21 @@ def backward(
     line = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     stats = TensorDescriptor(stat, list(stat.shape), [1], [2 * BM], line)
     # by keys, each warpgroup stores its half, and 64 columns of dk at a time
-    outputs = (dk, dv) if wide else (_tiles(dk, 64, 64 if by_keys else 0), _tiles(dv, 64))
+    outputs = (dk, dv) if wide else (_tiles(dk, 64, 64 if keys else 0), _tiles(dv, 64))
     bands_b, rows_b = (x is not None and x.shape[0] > 1 for x in (lists.bands, schedule.key_lo))
     lists_b = len(schedule.ptr) - 1 > N
     rest = p.G, lists.bands.shape[1], lists_b, bands_b, rows_b, blocks, p.deterministic, wide, added
     config = Config(stages, p.D, p.Dv, *rest)
     scores, sizes = (
         Scores(p.scores.scale, p.scores.softcap or None),
-        BackwardSizes(p.B, p.Hk, p.Tk, M, N, section_of(p, N)),
+        BackwardSizes(p.B, p.Hk, p.Tk, M, N, section_of(p, N, keys)),
     )
-    to = _sums(sums, BM, columns) if by_keys else sums
+    to = _sums(sums, BM, columns) if keys else sums
     arguments = *inputs, stats, *outputs, to, counts, schedule, lists.bands, scores, sizes
-    if by_keys:
-        programs = min(N * p.B * p.Hk, multiprocessors(str(q.device)))
-        call.run(backward_by_keys, (programs,), *arguments, CONFIG=config, num_warps=4)
-    else:
-        call.run(backward_by_columns, (N * p.B * p.Hk,), *arguments, CONFIG=config, num_warps=8)
-    call.run(convert, grid, sums, counts, array(dq), p.scores.scale, (p.Hq, p.Tq), TILE=sum_tile, ROWS=by_keys)
+    tickets = N * p.B * p.Hk
+    programs = min(tickets, multiprocessors(str(q.device))) if keys else tickets
+    call.run(_backward, (programs,), *arguments, CONFIG=config, num_warps=4 if keys else 8)
+    call.run(convert, grid, sums, counts, array(dq), p.scores.scale, (p.Hq, p.Tq), TILE=sum_tile, ROWS=keys)
 
 
 def _sums(x: Tensor, BM: int, D: int) -> TensorDescriptor:

@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .backward_pipeline import (
     AWAIT,
     LOG2E,
-    Inputs,
     load_keys,
     load_rows,
     pair_of_barriers,
@@ -29,7 +28,7 @@ from .backward_pipeline import (
     store_float32,
 )
 from .gluon_names import async_store, reinterpret
-from .masking import MaskOfKeys, masked_weights
+from .masking import masked_weights
 from .pipeline import wait_empty
 from .tile_scheduler import block_of, first_tile, next_tile, queue_of, rank_of, row_tile_of
 
@@ -126,12 +125,14 @@ def _scores(k, q, none, D: gl.constexpr):
 
 
 @gluon.jit
-def _compute(block, schedule, pipeline, mask, scores, gradients, sizes, CONFIG: gl.constexpr):
+def _compute(work, pipeline, mask, scores, gradients, sizes, CONFIG: gl.constexpr):
     """Eight warps: all five products. Scores of a step are computed while the previous step ends.
 
-    gradients: sums of dq; dk and dv as descriptors, or as arrays if they are float32. Of 192 columns of q and k, which
-    lie in tiles of 256, the first 128 and the rest have products of their own: columns of a product are a power of two.
+    work: the keys of the CTA and the schedule. gradients: sums of dq; dk and dv as descriptors, or as arrays if they
+    are float32. Of 192 columns of q and k, which lie in tiles of 256, the first 128 and the rest have products of their
+    own: columns of a product are a power of two.
     """
+    block, schedule = work
     sums, dk_out, dv_out = gradients
     rows, ds_s = pipeline.inputs.rows, pipeline.ds
     q_s, do_s, stat_s = rows.tiles
@@ -244,10 +245,13 @@ def _compute(block, schedule, pipeline, mask, scores, gradients, sizes, CONFIG: 
 
 
 @gluon.jit
-def backward_by_columns(
-    q, k, v, do, stat, dk, dv, sums, counts, schedule, bands, scores, sizes, CONFIG: gl.constexpr
-):  # fmt: skip
-    """Grid: one CTA for each ticket. counts: int32, first the number of tickets drawn in a fixed order."""
+def partition(inputs, results, schedule, mask, scores, sizes, CONFIG: gl.constexpr):
+    """Allocates the shared memory of a CTA and starts its partitions of warps, for one key tile.
+
+    results: dk, dv, the sums of dq, and counts, int32, which begin with the number of tickets drawn in a fixed order.
+    """
+    q, k = inputs.q, inputs.k
+    dk, dv, sums, counts = results
     BM: gl.constexpr = q.block_shape[1]
     BN: gl.constexpr = k.block_shape[1]
     ticket = gl.program_id(0)
@@ -255,16 +259,14 @@ def backward_by_columns(
         ticket = gl.atomic_add(counts, 1, sem="relaxed")
     block = block_of(ticket, schedule, sizes, CONFIG)
     queue = queue_of(block, schedule, counts, sizes, CONFIG)
-    inputs = Inputs(q, k, v, do, stat)
     shared = shared_inputs(inputs, CONFIG.STAGES, 1)
     ds_s = gl.allocate_shared_memory(q.dtype, [1, BN, BM], gl.NVMMASharedLayout(128, 16, 2))
     p_s = gl.allocate_shared_memory(q.dtype, [1, BN, BM], gl.NVMMASharedLayout(128, 16, 2))
     pipeline = ByColumns(shared, p_s, ds_s, pair_of_barriers(1), pair_of_barriers(1))
-    mask = MaskOfKeys(bands, schedule.key_lo, schedule.key_hi, sizes.Tk)
     gradients = sums + queue.start.to(gl.int64) * (BM * CONFIG.D), dk, dv
     gl.warp_specialize(
         [
-            (_compute, (block, schedule, pipeline, mask, scores, gradients, sizes, CONFIG)),
+            (_compute, ((block, schedule), pipeline, mask, scores, gradients, sizes, CONFIG)),
             (_load, (inputs, block, schedule, sizes, pipeline, CONFIG)),
             (_keep_order, (0, block, schedule, queue, sizes, pipeline, CONFIG)),
             (_keep_order, (1, block, schedule, queue, sizes, pipeline, CONFIG)),

@@ -26,7 +26,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .backward_pipeline import (
     AWAIT,
     LOG2E,
-    Inputs,
     load_keys,
     load_rows,
     pair_of_barriers,
@@ -34,7 +33,7 @@ from .backward_pipeline import (
     store_float32,
 )
 from .gluon_names import async_add, async_store, barrier, reinterpret
-from .masking import MaskOfKeys, masked_weights
+from .masking import masked_weights
 from .pipeline import Ring, read_number, release, wait_empty, wait_full, write_number
 from .tile_scheduler import block_of, first_tile, next_tile, queue_of, rank_of, row_tile_of
 
@@ -351,15 +350,17 @@ def _compute(W: gl.constexpr, pipeline, mask, scores, gradients, sizes, CONFIG: 
 
 
 @gluon.jit
-def backward_by_keys(
-    q, k, v, do, stat, dk, dv, sums, counts, schedule, bands, scores, sizes, CONFIG: gl.constexpr
-):  # fmt: skip
-    """Grid: at most one CTA for each multiprocessor. counts: int32, first the number of tickets drawn."""
+def partition(inputs, results, schedule, mask, scores, sizes, CONFIG: gl.constexpr):
+    """Allocates the shared memory of a CTA and starts its partitions of warps, which draw key tiles until none is left.
+
+    results: dk, dv, the sums of dq, and counts, int32, which begin with the number of tickets drawn.
+    """
+    q, k = inputs.q, inputs.k
+    dk, dv, sums, counts = results
     BM: gl.constexpr = q.block_shape[1]
     BN: gl.constexpr = k.block_shape[1]
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    inputs = Inputs(q, k, v, do, stat)
     shared = shared_inputs(inputs, CONFIG.STAGES, 2)
     ds_s = gl.allocate_shared_memory(q.dtype, [2, 1, BN, 1, BM], gl.NVMMASharedLayout(128, 16, 4))
     dq_s = gl.allocate_shared_memory(gl.float32, [2] + sums.block_shape, sums.layout)
@@ -372,7 +373,6 @@ def backward_by_keys(
     ds_full, ds_free, added = pair_of_barriers(2), pair_of_barriers(2), pair_of_barriers(2)
     may_add = pair_of_barriers(1)
     pipeline = ByKeys(shared, tiles, kv_empty, announced, ds_s, ds_full, ds_free, dq_s, may_add, added)
-    mask = MaskOfKeys(bands, schedule.key_lo, schedule.key_hi, sizes.Tk)
     gl.warp_specialize(
         [
             (_compute, (0, pipeline, mask, scores, (dk, dv), sizes, CONFIG)),
