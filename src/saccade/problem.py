@@ -212,7 +212,7 @@ def describe(
     if dtype in FP8:
         check_descale(options.descale, dtype, B, (Hq, Hk, Hk), q.device)
     if mask is not None and not isinstance(mask, Mask):
-        raise TypeError(_mask_hint(mask))
+        raise TypeError(mask_hint(mask))
     check_selection(mask, Hk)
     bias_grad = grads is not None and "bias" in grads
     scores = Scores(
@@ -282,7 +282,8 @@ def _dtype(q: Spec, k: Spec, v: Spec, descale: object) -> str:
     return q.dtype
 
 
-def _mask_hint(mask: object) -> str:
+def mask_hint(mask: object) -> str:
+    """What is wrong with a mask that is none, and what makes one."""
     kind = type(mask).__name__
     expected = "expected None or an expression of saccade.mask, such as causal()"
     if isinstance(mask, str):

@@ -205,10 +205,20 @@ def wrong() -> list[str]:
     for call in (
         lambda: cache.extend(part, part, 9),
         lambda: move([part], length=9, source=[0, 1], target=[0], source_layout="zigzag"),
+        lambda: move([part], length=9, source=[0, 0], target=[0], source_layout="zigzag"),
+        lambda: move([part], length=9, source=[0, 1], target=[2], source_layout="zigzag"),
+        lambda: move([], length=9, source=[0, 1], target=[0], source_layout="zigzag"),
     ):
         with pytest.raises(ValueError, match="expected") as caught:
             call()
         told.append(str(caught.value))
+    part.requires_grad_()
+    for call in (
+        lambda: decode(part, cache),
+        lambda: move([part], length=6, source=[0, 1], target=[0], source_layout="contiguous"),
+    ):
+        with pytest.raises(ValueError, match="has no gradient; call it on x"):
+            call()
     return told
 
 
@@ -216,3 +226,6 @@ def test_wrong_slices_are_told() -> None:
     for rank, told in enumerate(world(2).run(wrong)):
         assert f"expected an empty cache and {(5, 4)[rank]} of 9 tokens" in told[0]
         assert "slices of [3] tokens" in told[1]
+        assert "source is [0, 0]; expected different ranks of the group, 0 to 1" in told[2]
+        assert "target is [2]; expected different ranks" in told[3]
+        assert "tensors is empty" in told[4]

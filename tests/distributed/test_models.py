@@ -15,6 +15,7 @@ from saccade.models.gpt2 import Gpt2, Gpt2Config
 from saccade.models.hybrid import Hybrid
 from saccade.models.hybrid_config import HybridConfig
 from saccade.models.llama import Llama, LlamaConfig
+from saccade.recurrent import scalar_decay
 
 ROWS, TOKENS = 2, 29
 # documents of each row: where they begin
@@ -88,11 +89,14 @@ def test_attention_under_every_layout(kind: str, layout: str) -> None:
 def refusals() -> list[str]:
     told: list[str] = []
     model, tokens = model_of("recurrent"), torch.zeros(1, 4, dtype=torch.int64)
-    ranks = ContextParallel(8, layout="zigzag")
+    ranks, x = ContextParallel(8, layout="zigzag"), torch.zeros(1, 4, 1, 2)
+    at_start = ContextParallel(8).at(torch.arange(4)[None])
     for wrong in (
         lambda: model(tokens, backend=ranks),
         lambda: ranks.shard(tokens),
         lambda: model(tokens, caches=model.make_caches(1, 8), backend=ranks),
+        lambda: at_start.recurrent(scalar_decay, x, x, x, x[..., 0], initial_state=x),
+        lambda: at_start.recurrent(scalar_decay, x, x, x, x[..., 0], return_state=True),
     ):
         with pytest.raises((ValueError, RuntimeError)) as caught:
             wrong()
@@ -102,5 +106,7 @@ def refusals() -> list[str]:
 
 def test_wrong_use_is_told() -> None:
     for told in world(2).run(refusals):
-        for text, part in zip(told, ["expected 'contiguous'", "whole rows of 8", "leave caches out"], strict=True):
+        wanted = ["expected 'contiguous'", "whole rows of 8", "leave caches out"]
+        wanted += ["initial_state is given; expected none", "return_state is given; expected none"]
+        for text, part in zip(told, wanted, strict=True):
             assert part in text

@@ -85,7 +85,7 @@ def disagreed() -> str:
     import torch
     import torch.distributed as dist
 
-    from saccade import gates, relative
+    from saccade import alibi, gates, relative
     from saccade.distributed import PeerError, attention
 
     q = torch.zeros(1, 2, 4, 8)
@@ -93,6 +93,14 @@ def disagreed() -> str:
         attention(q, q, q, sm.causal(), bias=gates(torch.zeros(1, 4, 4)))
     with pytest.raises(ValueError, match="select has lists for 2 key heads; expected Hk = 4"):
         attention(q, q, q, sm.select(torch.zeros(1, 2, 4, 1, dtype=torch.int64)))
+    # heads are not cut out of a term that has too many
+    for term, words in (
+        (torch.zeros(1, 8, 4, 4), r"bias has shape \[1, 8, 4, 4\]"),
+        (alibi(torch.zeros(8)), r"slopes of shape \[8\]"),
+        (relative(torch.zeros(8, 3), 1), r"table of shape \[8, 3\]"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            attention(q, q, q, bias=term, strategy="ulysses")
     with pytest.raises(PeerError) as caught:
         attention(q, q, q, bias=relative(torch.zeros(4, 3), dist.get_rank()))
     return str(caught.value)

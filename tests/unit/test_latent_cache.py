@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
@@ -207,3 +210,18 @@ def test_wrong_tokens() -> None:
 def test_other_options_are_refused(name: str) -> None:
     with pytest.raises(TypeError, match=f"{name} is not an argument of a latent cache"):
         LatentKVCache(B, 50, LATENT, ROPE, **{name: 4})
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("framework", [NUMPY, TORCH])
+@pytest.mark.parametrize("paged", [False, True])
+def test_the_values_of_a_copy_are_its_own_rows(paged: bool, framework: str, duplicate) -> None:
+    """Tokens that are appended to a copy are among its values, and not in the original."""
+    cache, _ = filled(framework, paged, pieces=(20,))
+    before = cache.k + 0
+    other = duplicate(cache)
+    new = [x[:, 20:23] for x in parts(framework)[:2]]
+    other.append([1, 2], *(x.reshape(B * 3, -1) for x in new)) if paged else other.append(*new)
+    assert (other.v == other.k[..., :LATENT]).all()
+    assert (other.k != before).any()
+    assert (cache.k == before).all()

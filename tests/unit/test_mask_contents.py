@@ -283,6 +283,8 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a tensor as count": (lambda: masks.global_tokens(torch.tensor(3)), TypeError, r"use int\(n\)"),
     "rows of two lengths": (lambda: masks.documents([[1], [2, 3]]), ValueError, "rows of different lengths"),
     "text": (lambda: masks.parse("causal(causal)"), ValueError, "offset is an integer"),
+    "a negative NumPy integer": (lambda: masks.prefix(np.int64(-1)), ValueError, "-1 given, expected an integer >= 0"),
+    "a masked array": (lambda: masks.padding(np.ma.ones((1, 4), int)), TypeError, "is a masked array"),
     "a list of floats": (lambda: masks.keys([0.5]), TypeError, "stop has dtype float64, expected an int"),
 }
 

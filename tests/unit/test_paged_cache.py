@@ -230,6 +230,8 @@ REFUSED = {
     "uneven": (lambda c, s: c.append([s, c.add()], tokens(1), tokens(1)), ValueError, "divide them with cu"),
     "4-D": (lambda c, s: paged_attention(tokens(1)[None], c.view([s])), ValueError, r"expected \[tokens, Hq, D\]"),
     "too new": (lambda c, s: paged_attention(tokens(6), c.view([s])), ValueError, "6 queries and 5 tokens"),
+    "no view": (lambda c, s: paged_attention(tokens(1), c), TypeError, r"expected PagedKeys, as cache.view\(sequences"),
+    "text": (lambda c, s: paged_attention(tokens(1), c.view([s]), mask="causal"), TypeError, "the text 'causal'"),
     "data": (
         lambda c, s: paged_attention(tokens(1), c.view([s]), mask=mask.documents(np.zeros(5, np.int32))), ValueError,
         "expected one without arrays",

@@ -142,6 +142,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"g is of shape .*; expected \[B, T, H, K\] = \[2, 5, 4, 8\]",
     ),
+    "no values": (lambda: recurrent.scalar_decay(Q, Q, None, Q[..., 0]), TypeError, "v is None; expected an array"),
     "no heads and a beta per channel": (
         lambda: recurrent.gated_delta_rule(Q[:, :, :0], Q[:, :, :0], V, V),
         ValueError,

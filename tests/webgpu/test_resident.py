@@ -185,3 +185,7 @@ def test_refusals(rng: np.random.Generator):
     odd = webgpu.array(q[..., :6]), webgpu.array(k[..., :6]), webgpu.array(v[..., :6])
     with pytest.raises(ValueError, match=r"expected float32 with a last dimension that divides by 4"):
         saccade.attention(*odd)
+    half = [webgpu.array(x.astype(np.float16)) for x in (q, k, v)]
+    lse = saccade.attention(*half, return_lse=True)[1]
+    with pytest.raises(TypeError, match="o has dtype float16; expected float32, as a forward on the device returns it"):
+        saccade.attention_backward(half[0], *half, half[0], lse)

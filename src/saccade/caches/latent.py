@@ -43,6 +43,8 @@ class _Latent:
     _arrays: Any
     k: Any
     k_scale: Any
+    v: Any
+    v_scale: Any
 
     def _values(self, shape: tuple[int, ...], fill: float) -> tuple[Any, Any]:
         if not self._arrays.indexed:
@@ -51,6 +53,14 @@ class _Latent:
             x if x is None else x[..., : x.shape[-1] * self.sizes[1] // self.sizes[0]] for x in (self.k, self.k_scale)
         )
         return v, scale
+
+    # a copy that stored the values would lose what makes them a view of the rows
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: x for name, x in vars(self).items() if name not in ("v", "v_scale")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.v, self.v_scale = self._values((), 0.0)
 
     def _check_parts(self, latent: Any, k_rope: Any, rows: str, lead: tuple[int, ...]) -> None:
         widths = self.sizes[1], self.sizes[0] - self.sizes[1]
@@ -164,6 +174,9 @@ class IndexedLatentKVCache(LatentKVCache):
     def append_indexed(self, latent: Any, k_rope: Any, index: Any) -> None:
         """`append` with index [batch, T, index_dim], the keys of the indexer."""
         self._arrays.check("index", index)
+        wanted = (*tuple(latent.shape)[:2], int(self.index.shape[-1]))
+        if tuple(index.shape) != wanted:
+            raise ValueError(f"index has shape {list(index.shape)}; expected {list(wanted)}, a key for each new token")
         before, T = self.lengths, int(index.shape[1])
         super().append(latent, k_rope)
         rows = index.reshape(-1, 1, index.shape[-1])

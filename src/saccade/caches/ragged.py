@@ -14,6 +14,7 @@ from ..keywords import refuse
 from ..mask import Mask
 from ..mask.text import brief
 from ..merge import merge
+from ..problem import mask_hint
 from .choice import kind_of
 from .sequences import Ints, PagedKeys, bounds_of
 from .storage import Arrays
@@ -71,6 +72,10 @@ def paged_attention(
         refuse(paged_attention, unknown)
     if type(causal) is not bool:
         raise TypeError(f"causal is {causal!r}; expected True or False")
+    if not hasattr(keys, "block_table"):
+        raise TypeError(f"keys is {type(keys).__name__}; expected PagedKeys, as cache.view(sequences) returns them")
+    if mask is not None and not isinstance(mask, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(mask_hint(mask))
     if mask is None:
         mask = CAUSAL if causal else FULL
     elif causal and mask != CAUSAL:

@@ -9,16 +9,17 @@ from torch import Tensor
 from ..api import attention as whole_attention
 from ..arrays import ArrayOrTuple
 from ..biases import Bias
+from ..frameworks.torch_run import spec
 from ..mask import Mask
 from ..mask.algebra import selected
 from ..mask.checks import check_shapes
 from ..mask.selection import others
-from ..operands import Options, Request, Side
+from ..operands import Options, Request, Side, check_sinks
 from ..problem import check_selection
 from .call import Partition, fingerprint, prepare, untraced
 from .comm import Peers, peers_of
 from .gather import gathered
-from .heads import Exchange, ToHeads, ToSlices, bias_of, joined, mask_of
+from .heads import Exchange, ToHeads, ToSlices, bias_of, check_heads, joined, mask_of
 from .layout import Layout, Runs, runs_of
 from .local import OverRanks
 from .refusal import taking_part
@@ -115,6 +116,7 @@ def _by_heads(partition: Partition, q: Tensor, k: Tensor, v: Tensor, request: Re
         # `prepare` has checked the others
         check_selection(mask, p.Hk)
         check_shapes(mask, p.B, T, T, p.Hq)
+    check_heads(bias, (p.B, p.Hq, T, T))
     if bias.log_f is not None and bias.log_f.shape != q.shape[:3]:
         raise ValueError(
             f"log_f has shape {list(bias.log_f.shape)}; expected [B, n, Hq] = {list(q.shape[:3])}, of this rank's slice"
@@ -151,6 +153,10 @@ def _by_mesh(
     runs: Runs = runs_of(layout, rows.world * heads.world, T)
     shares = [runs[i * heads.world : (i + 1) * heads.world] for i in range(rows.world)]
     require(q.shape[2], k.shape[2], heads.world)
+    if request.mask is not None:
+        check_shapes(request.mask, q.shape[0], T, T, q.shape[2])
+    if request.side.sinks is not None:
+        check_sinks(spec(request.side.sinks), q.shape[2], str(q.device))
     _, into = joined(shares[rows.rank])
     signature = f"{list(q.shape[2:])}; {list(k.shape[2:])}; {list(v.shape[2:])}; {q.dtype}; {T}; {runs}"
     exchange = Exchange(heads, into, q.shape[2], signature)

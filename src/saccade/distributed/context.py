@@ -89,6 +89,12 @@ class ContextParallel:
 
         if self.layout != "contiguous" or self.piece is None:
             raise ValueError(f"layout is {self.layout!r} and layers carry states; expected 'contiguous', and `at`")
+        for name in ("initial_state", "return_state", "cu_seqlens"):
+            if options.get(name) is not None and options[name] is not False:
+                raise ValueError(
+                    f"{name} is given; expected none, because a layer's sequences start at the positions of `at`: call "
+                    "saccade.distributed.recurrent"
+                )
         call = bind(op, arrays, {**options, "backend": self.backend})
         return on_slice(call, self.piece, self.group)[0]
 

@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..biases import Bias
+from ..frameworks.torch_run import spec
 from ..mask import Mask
+from ..operands import bias_shape, slopes_shape, table_shape
 from .comm import Peers
 from .layout import Run, count
 from .parcel import Like, Parcel, pack
@@ -128,6 +130,17 @@ def mask_of(mask: Mask | None, heads: slice, key_heads: slice) -> Mask | None:
     children = tuple(part for child in mask.children if (part := mask_of(child, heads, key_heads)) is not None)
     same = all(a is b for a, b in zip(children, mask.children, strict=True))
     return mask if same else Mask(mask.kind, mask.args, children)
+
+
+def check_heads(bias: Bias, sizes: tuple[int, int, int, int]) -> None:
+    """Raise ValueError unless the terms of a bias fit all [B, Hq, T, T] scores, before they are cut."""
+    B, Hq, _, _ = sizes
+    if bias.array is not None:
+        bias_shape(spec(bias.array), sizes, str(bias.array.device), grad=False)
+    if bias.slopes is not None:
+        slopes_shape(spec(bias.slopes), B, Hq, str(bias.slopes.device))
+    if bias.table is not None:
+        table_shape(spec(bias.table), B, Hq, str(bias.table.device))
 
 
 def bias_of(bias: Bias, heads: slice, log_f: Tensor | None) -> Bias:

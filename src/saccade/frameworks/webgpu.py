@@ -39,9 +39,9 @@ def attention_backward(
     problem, plan, backend, _ = call.planned
     rows = {name: _lift(_array(name, x, q), call.lifted) for name, x in rows_of(outputs).items()}
     specs = {name: spec(x, q.gpu.place) for name, x in rows.items()}
-    if specs["o"].dtype == "float32":
-        # o of a forward is float32 for every dtype of q
-        specs["o"] = specs["o"]._replace(dtype=problem.dtype)
+    if specs["o"].dtype != "float32":
+        raise TypeError(f"o has dtype {specs['o'].dtype}; expected float32, as a forward on the device returns it")
+    specs["o"] = specs["o"]._replace(dtype=problem.dtype)
     check_gradients(problem, specs)
     dq, dk, dv, more = backend.backward(problem, plan, call.inputs, Outputs(**rows), grads=grads)
     dq, dk, dv = (_lowered(x, call.lifted) for x in (dq, dk, dv))

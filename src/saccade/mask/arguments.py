@@ -55,6 +55,8 @@ def offset(value: Any, where: str) -> Leaf:
 
 def count(value: Any, where: str, name: str) -> Leaf:
     """An integer of at least 0, or an int array [B]."""
+    if isinstance(value, np.integer):
+        value = int(value)
     if _is_list(value):
         return array(value, where, name, (0, 1))
     return natural(value, where, name, " or an int array [B]")
@@ -89,6 +91,8 @@ def bits(value: Any, where: str, name: str, ndims: tuple[int, ...]) -> Leaf:
 
 
 def _check(value: Any, where: str, name: str, ndims: tuple[int, ...], dtype: Any) -> None:
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{where}: {name} is a masked array; expected a plain one: x.filled(value) makes one")
     actual = value.dtype
     if is_tensor(value):
         wrong = actual.is_floating_point or actual.is_complex or (dtype is None and str(actual) == "torch.bool")

@@ -136,9 +136,9 @@ def describe(specs: Specs, options: MatrixOptions) -> Matrix:
     Raises ValueError or TypeError; the message says what was passed, what was expected and what to do.
     """
     q, k, v, g, beta = (specs[name] for name in ("q", "k", "v", "g", "beta"))
-    assert q is not None
-    assert k is not None
-    assert v is not None
+    if q is None or k is None or v is None:
+        missing = next(name for name in ("q", "k", "v") if specs[name] is None)
+        raise TypeError(f"{missing} is None; expected an array")
     check_floating("q", q, 4, "[B, T, H, K]")
     check_floating("v", v, 4, "[B, T, H, V]")
     (B, T, Hk, K), (H, V) = q.shape, v.shape[2:]

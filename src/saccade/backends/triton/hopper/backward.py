@@ -1,14 +1,14 @@
 """Gradients of attention on Hopper: five products in one kernel, whose CTAs take tiles of keys.
 
 With s = scale q·k (capped where softcap > 0), P = exp(s - lse), dP = dO Vᵀ and dS = P (dP - delta):
-dV = Pᵀ dO, dK = scale dSᵀ Q, dQ = scale dS K. A CTA keeps its K and V in shared memory and visits the row tiles that
-see them, for all query heads of its key head, so dK and dV stay in registers until the end and need no atomics. Scores
-are computed transposed, keys × queries, so that Pᵀ and dSᵀ leave the tensor cores as the register operand of dV and dK.
+dV = Pᵀ dO, dK = scale dSᵀ Q, dQ = scale dS K. A CTA keeps K and V of a key tile in shared memory and visits the row
+tiles that see them, for all query heads of the key head, so dK and dV stay in registers and need no atomics. Scores are
+computed transposed, keys × queries, so that Pᵀ and dSᵀ leave the tensor cores as the register operand of dV and dK.
 
 dQ is a sum over key tiles, that is over CTAs, which add their terms to an fp32 buffer in L2. In fixed order (the
 default) row tile m counts the key tiles that have added to it; a key tile adds when the count reaches its rank. It
-waits only for earlier places of the same head. Those drew smaller tickets and are running already, so there is no
-deadlock.
+waits only for earlier places of the same head, which have smaller tickets. A CTA takes its tickets in ascending order,
+so the key tile of the smallest unfinished ticket waits for nothing, and there is no deadlock.
 
 Two warpgroups compute, one warp loads (TMA), and two warps keep the order. `backward_by_keys.py` and
 `backward_by_columns.py` are the two ways in which the warpgroups share a step.
@@ -72,12 +72,14 @@ def tile_of(D: int, blocks: bool) -> Tile:
 def section_of(p: Problem, key_tiles: int, by_keys: bool) -> int:
     """Key heads whose key tiles start next to each other.
 
-    Few, because their sums then stay in the L2 cache; but several, because in a fixed order the key tiles of one head
-    start one after the other, and because the long tiles of the last section should not end the call alone.
+    Few, because their sums then stay in the L2 cache; but several, because the long tiles of the last section should
+    not end the call alone, and because in a fixed order the key tiles of one head wait for one another.
     """
-    if not p.deterministic:
-        return min(p.B * p.Hk, 16, max(512 // key_tiles, 1))
-    return min(p.B * p.Hk, 16, max(1024 // key_tiles, 16 if by_keys else 8))
+    if p.deterministic:
+        few = 16 if by_keys else max(1024 // key_tiles, 8)
+    else:
+        few = max(512 // key_tiles, 1)
+    return min(p.B * p.Hk, 16, few)
 
 
 def backward(

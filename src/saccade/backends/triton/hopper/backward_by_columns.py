@@ -1,4 +1,4 @@
-"""The Hopper backward for tiles of 64 keys (D = 256): both warpgroups have all keys and half of the columns.
+"""The Hopper backward for tiles of 64 keys (D = 192 and 256): both warpgroups have all keys and half of the columns.
 
 P and dS go through shared memory, from where the products for dV, dK and dQ read them. dQ leaves the step from
 registers, by vector reductions in L2, because shared memory has no room for it.

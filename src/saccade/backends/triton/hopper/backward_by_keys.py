@@ -239,7 +239,7 @@ def _compute(W: gl.constexpr, pipeline, mask, scores, gradients, sizes, CONFIG: 
     BN: gl.constexpr = k_s.shape[2]
     D: gl.constexpr = q_s.shape[4]
     STAGES: gl.constexpr = q_s.shape[0]
-    # of 2 or 4 stages
+    gl.static_assert(STAGES == 2 or STAGES == 4)
     LOG2: gl.constexpr = STAGES // 2
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     kv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -292,7 +292,7 @@ def _compute(W: gl.constexpr, pipeline, mask, scores, gradients, sizes, CONFIG: 
                 if W == 1:
                     # swaps the sets of bands of the two halves
                     kind = kind & 3 | (kind >> 6 & 15) << 2 | (kind >> 2 & 15) << 6
-                p = masked_weights(p, (tile >> 11) * BM, first, kind, what.b, mask, CONFIG)
+                p = masked_weights(p, (tile >> 11 & 0x1FFFFF) * BM, first, kind, what.b, mask, CONFIG)
             p_a = gl.convert_layout(p.to(dtype), a_layout, assert_trivial=True)
             if scores.softcap is not None:
                 p *= 1.0 - th * th
@@ -333,7 +333,7 @@ def _compute(W: gl.constexpr, pipeline, mask, scores, gradients, sizes, CONFIG: 
             store_float32(dv_out, dv, at, sizes, CONFIG.DV)
             store_float32(dk_out, dk, at, sizes, CONFIG.D)
         else:
-            # dk replaces the two dS, once the other warpgroup has read them
+            # dk replaces a dS, or both, once the other warpgroup has read them
             mbarrier.wait(pipeline.ds_free.index(last & 1), last >> 1 & 1)
             if D == 64:
                 _store_columns(W, 0, dk_out, dk.to(dtype), at, pipeline)

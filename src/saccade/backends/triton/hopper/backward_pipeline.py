@@ -70,7 +70,7 @@ class Config(NamedTuple):
 
 @gluon.jit
 def pair_of_barriers(COUNT: gl.constexpr):
-    """Two mbarriers [2, 1], for even and odd steps."""
+    """Two mbarriers [2, 1], for even and odd steps or key tiles."""
     pair = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for x in gl.static_range(2):
         mbarrier.init(pair.index(x), count=COUNT)
@@ -79,7 +79,7 @@ def pair_of_barriers(COUNT: gl.constexpr):
 
 @gluon.jit
 def shared_inputs(inputs, STAGES: gl.constexpr, READERS: gl.constexpr):
-    """Allocate the `SharedInputs`; READERS: the warpgroups that release a row tile."""
+    """Allocate the `SharedInputs`; READERS: the arrivals that release a row tile."""
     q, k, v, do, stat = inputs
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     q_s = gl.allocate_shared_memory(q.dtype, [STAGES] + q.block_shape, q.layout)

@@ -26,7 +26,9 @@ class SumTile(NamedTuple):
 
 @triton.jit
 def prepare(lse, delta, stat, sums, counts, sizes, TILE: tl.constexpr):
-    """Write lse in base 2 and delta of one row tile of one head next to each other, and zero its sums of dQ if ADDED.
+    """Write lse in base 2 and delta of one row tile of one head next to each other, and zero its counts.
+
+    It zeroes the number of tickets drawn too, and its sums of dQ if ADDED.
 
     lse, delta: `launch.Array` [B, Tq, Hq]; stat [B, Hq, M, 2, BM]; sizes: Hq and Tq. Rows without an allowed key
     (lse = -inf) and rows past the end get lse = inf, so that P = 0.

@@ -1,4 +1,4 @@
-"""Which tiles a program computes next: pieces of work in the forward, the row tiles of a key tile in the backward.
+"""Which tiles a program computes next: pieces of work in the forward, key tiles and their row tiles in the backward.
 
 `schedule.py` makes the lists on the host.
 """
