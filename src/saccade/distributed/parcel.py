@@ -79,3 +79,9 @@ def _places(likes: tuple[Like, ...]) -> tuple[int, list[tuple[tuple[int, ...], i
         places.append((tuple(strides[-2::-1]), at))
         at += -(-strides[-1] * like.dtype.itemsize // ALIGN) * ALIGN
     return at, places
+
+
+def refuse_gradient(name: str, tensors: Sequence[Tensor], instead: str) -> None:
+    """Raise ValueError if a gradient is asked for, which a call that packs its tensors does not return."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise ValueError(f"{name} has no gradient; call it on x.detach(), or {instead}")

@@ -30,6 +30,7 @@ from ..problem import describe
 from .call import fingerprint
 from .comm import Like, Parcel, pack, peers_of
 from .layout import Layout, Run, positions, runs_of
+from .parcel import refuse_gradient
 from .refusal import taking_part
 from .schedule import pieces
 
@@ -159,7 +160,7 @@ def decode(
         mask = api.of_decode(mask, q, causal)
         whole = mask is None or (q.shape[1] == 1 and mask.key == _CAUSAL)
         # check before the call starts, so that every rank raises its own error
-        _no_gradient("decode", (q,) if sinks is None else (q, sinks))
+        refuse_gradient("decode", (q,) if sinks is None else (q, sinks), "under torch.no_grad()")
         if not whole and cache.local.quantised is not None:
             raise Unsupported("distributed", ["masks over quantised keys: leave the mask out, or store numbers"])
         seen = f"mask {fingerprint(mask)}; sinks {sinks is not None}; {options}"
@@ -198,11 +199,6 @@ def _masked(
     return o, lse
 
 
-def _no_gradient(name: str, tensors: Sequence[Tensor]) -> None:
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        raise ValueError(f"{name} has no gradient; call it on x.detach(), or under torch.no_grad()")
-
-
 def move(
     tensors: Sequence[Tensor],
     *,
@@ -230,7 +226,7 @@ def move(
                 raise ValueError(f"{name} is {list(ranks)}; expected different ranks of the group, 0 to {last}")
         if not tensors:
             raise ValueError("tensors is empty; expected the slices of at least one tensor")
-        _no_gradient("move", tensors)
+        refuse_gradient("move", tensors, "under torch.no_grad()")
         have, want = _places(source_layout, source, length), _places(target_layout, target, length)
         mine = have[source.index(peers.rank)] if peers.rank in source else np.zeros(0, np.int64)
         if any(x.shape[1] != len(mine) for x in tensors):

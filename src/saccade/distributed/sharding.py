@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .comm import Like, Parcel, pack, peers_of
 from .layout import Layout, Run, count, runs_of
+from .parcel import refuse_gradient
 from .refusal import taking_part
 
 
@@ -57,8 +58,7 @@ def unshard(x: Tensor, *, layout: Layout, group: Any = None, dim: int = 1) -> Te
     """
     peers = peers_of(group)
     with taking_part(peers):
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise ValueError("unshard has no gradient; call it on x.detach(), or compute the loss on slices and sum it")
+        refuse_gradient("unshard", (x,), "compute the loss on slices and sum it")
         dim = dim % x.dim()
         rest = [*x.shape[:dim], *x.shape[dim + 1 :]]
         call = peers.begin("unshard", f"unshard; {rest}; {x.dtype}; dim {dim}; {layout!r}", x.device)

@@ -49,6 +49,12 @@ def is_ends(x: Any) -> bool:
     return is_token(x) or (isinstance(x, (list, tuple)) and len(x) > 0 and all(map(is_token, x)))
 
 
+def ends_of(values: Mapping[str, Any], missing: int | tuple[int, ...]) -> int | tuple[int, ...]:
+    """The `eos_token_id` of a config.json, `missing` if the key is; -1 for null, because no token has that number."""
+    ends = values.get("eos_token_id", missing)
+    return tuple(ends) if isinstance(ends, list) else -1 if ends is None else ends
+
+
 def is_names(x: Any) -> bool:
     """Whether x is a list of strings."""
     return isinstance(x, (list, tuple)) and all(isinstance(one, str) for one in x)

@@ -18,7 +18,7 @@ from .. import mask as masks
 from ..distributed.context import Where
 from ..mask import Mask
 from .blocks import Decoder, linear
-from .fields import CONFIG, check_fields
+from .fields import CONFIG, check_fields, ends_of
 from .stores import Cached, attend, positions_of
 from .weights import Tensors, filled, read_config
 
@@ -67,9 +67,7 @@ class Gpt2Config:
         if lacking:
             raise ValueError(f"config.json lacks {', '.join(lacking)}; expected that of a GPT-2 model")
         chosen = {name: values[name] for name in names if values.get(name) is not None}
-        # no token is -1
-        ends = values.get("eos_token_id", cls.eos_token_id)
-        chosen["eos_token_id"] = tuple(ends) if isinstance(ends, list) else -1 if ends is None else ends
+        chosen["eos_token_id"] = ends_of(values, cls.eos_token_id)
         return cls(**chosen)
 
     def to_dict(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
-from .fields import CONFIG, check_fields
+from .fields import CONFIG, check_fields, ends_of
 
 # mixers whose keys are cached, and those that carry a state
 ATTENTION = ("attention", "local", "gated", "latent")
@@ -194,8 +194,7 @@ class HybridConfig:
         lacking = [name for name in ("vocab_size", "mixers", "feed_forward") if name not in chosen]
         if lacking:
             raise ValueError(f"config.json lacks {' and '.join(lacking)}; expected that of a saccade hybrid model")
-        if chosen.get("eos_token_id", 0) is None:
-            chosen["eos_token_id"] = -1
+        chosen["eos_token_id"] = ends_of(values, cls.eos_token_id)
         limit = chosen.pop("step_limit", None)
         if limit is not None:
             chosen["step_limit"] = tuple(math.inf if bound is None else bound for bound in limit)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .fields import ends_of
 from .hybrid_config import UNBOUNDED, HybridConfig
 
 Values = Mapping[str, Any]
@@ -39,8 +40,7 @@ def understood(values: Values, **expected: Any) -> None:
 
 def common(values: Values, mixers: tuple[str, ...], after: tuple[str, ...], eps: str, tied: bool) -> dict[str, Any]:
     """The fields of every kind of stack. eps: the key of the norms' eps; tied: whether the head is tied by default."""
-    ends = values.get("eos_token_id", END.get(values["model_type"], -1))
-    fields: dict[str, Any] = {
+    return {
         "vocab_size": values["vocab_size"],
         "hidden_size": values["hidden_size"],
         "mixers": mixers,
@@ -48,9 +48,8 @@ def common(values: Values, mixers: tuple[str, ...], after: tuple[str, ...], eps:
         "rms_norm_eps": values.get(eps, 1e-5 if eps == "layer_norm_epsilon" else 1e-6),
         "tie_word_embeddings": values.get("tie_word_embeddings", tied),
         "max_position_embeddings": values.get("max_position_embeddings") or UNBOUNDED,
+        "eos_token_id": ends_of(values, END.get(values["model_type"], -1)),
     }
-    fields["eos_token_id"] = tuple(ends) if isinstance(ends, list) else -1 if ends is None else ends
-    return fields
 
 
 def rotation(values: Values, share: float) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .fields import CONFIG, check_fields
+from .fields import CONFIG, check_fields, ends_of
 from .positions import rotary
 
 if TYPE_CHECKING:
@@ -95,9 +95,7 @@ class LlamaConfig:
                 raise ValueError(f"config.json says {key}={values[key]!r}; expected {options}")
         if values["model_type"] == "llama":
             values.pop("sliding_window", None)
-        # no token is -1
-        ends = values.get("eos_token_id", cls.END.get(values["model_type"], 2))
-        values["eos_token_id"] = tuple(ends) if isinstance(ends, list) else -1 if ends is None else ends
+        values["eos_token_id"] = ends_of(values, cls.END.get(values["model_type"], 2))
         known = {field.name for field in fields(cls)}
         chosen = {key: value for key, value in values.items() if key in known and value is not None}
         lacking = [name for name in ("vocab_size", "num_attention_heads") if name not in chosen]

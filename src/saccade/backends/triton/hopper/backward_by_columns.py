@@ -58,8 +58,8 @@ def _load(inputs, block, schedule, sizes, pipeline, CONFIG: gl.constexpr):
     load_keys(inputs, block, pipeline.inputs)
     tile, steps = first_tile(block, schedule, CONFIG.G, not CONFIG.ORDERED, 1)
     for i in range(steps + 1):
-        wait_empty(pipeline.inputs.rows, i)
-        load_rows(inputs, block, tile, pipeline.inputs, i, sizes, CONFIG.G)
+        stage = wait_empty(pipeline.inputs.rows, i)
+        load_rows(inputs, block, tile, pipeline.inputs, stage, sizes, CONFIG.G)
         tile = next_tile(tile, not CONFIG.ORDERED)
 
 

@@ -106,7 +106,7 @@ def _load_rows(inputs, block, tile, pipeline, step, sizes, CONFIG: gl.constexpr)
     tested = (tile.kind != 2) | (block.n * BN + BN > sizes.Tk)
     write_number(pipeline.tiles.index(stage), tile.m << 11 | tested.to(gl.int32) << 10 | tile.kind)
     barrier()
-    load_rows(inputs, block, tile, pipeline.inputs, step, sizes, CONFIG.G)
+    load_rows(inputs, block, tile, pipeline.inputs, stage, sizes, CONFIG.G)
     return next_tile(tile, not CONFIG.ORDERED)
 
 

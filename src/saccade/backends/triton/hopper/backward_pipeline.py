@@ -108,14 +108,12 @@ def load_keys(inputs, block, shared):
 
 
 @gluon.jit
-def load_rows(inputs, block, tile, shared, step, sizes, G: gl.constexpr):
-    """One warp: load q, dO, lse and delta of a row tile, whose stage `wait_empty` has found free."""
+def load_rows(inputs, block, tile, shared, stage, sizes, G: gl.constexpr):
+    """One warp: load q, dO, lse and delta of a row tile to a stage that `wait_empty` has found free."""
     q, do, stat = inputs.q, inputs.do, inputs.stat
     q_s, do_s, stat_s = shared.rows.tiles
-    STAGES: gl.constexpr = q_s.shape[0]
     BM: gl.constexpr = q.block_shape[1]
     h = block.hk * G + tile.g
-    stage = step % STAGES
     full = shared.rows.full.index(stage)
     mbarrier.expect(full, q.block_type.nbytes + do.block_type.nbytes + stat.block_type.nbytes)
     async_load(q, [block.b, tile.m * BM, h, 0], full, q_s.index(stage))
