@@ -115,9 +115,10 @@ test-metal: dev ## the Metal kernels without a Mac: emulator, sanitizers, mutant
 # on a machine with an NVIDIA GPU, with its own python3, torch and Triton, without the compiled core: the whole contract
 # suite in WORKERS processes, then one test whose times need a quiet machine; or a slice:
 # make test-gpu PART=1/4 COMMIT=abc LOGS=folder writes folder/test-gpu-1-of-4.log; MORE has further words for pytest, and a
-# choice in it (-k) may leave out the timed test (status 5)
+# choice in it (-k) may leave out the timed test (status 5). Each process has one thread, because compiling takes most of
+# the time
 MORE ?=
-GPU_TEST = PYTHONPATH="src:$$PYTHONPATH" $(PYTHON) -m pytest -p no:benchmark --triton --all --timeout 900 --seed=$(SEED) $(MORE)
+GPU_TEST = OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 PYTHONPATH="src:$$PYTHONPATH" $(PYTHON) -m pytest -p no:benchmark --triton --all --timeout 900 --seed=$(SEED) $(MORE)
 TIMED = tests/triton/on_gpu.py::test_two_hundred_shapes_leave_nothing_behind
 test-gpu: WORKERS = 14
 test-gpu: ## the contract suite on an NVIDIA GPU; PART=1/4 runs a slice

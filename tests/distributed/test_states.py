@@ -229,49 +229,6 @@ def test_ranks_that_differ_are_named() -> None:
     world(2).close()
 
 
-def test_no_gradient_no_graph() -> None:
-    for needs in world(2).run(without_gradients):
-        assert not needs
-
-
-def without_gradients() -> bool:
-    q = torch.ones(1, 4, 2, 4, requires_grad=True)
-    with torch.no_grad():
-        y, state = over_ranks(recurrent.linear_attention, q, q, q, return_state=True)
-    return y.requires_grad or state[0].requires_grad
-
-
-def partly_wanted() -> float:
-    """Gradients of sums without a normaliser, if only keys or only a skip need one."""
-    given = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(*shape, generator=given, dtype=torch.float64)  # noqa: E731
-    x, dt, A, B, C, D = (
-        draw(1, 9, 2, 3),
-        draw(1, 9, 2).abs(),
-        -draw(2).abs(),
-        draw(1, 9, 1, 4),
-        draw(1, 9, 1, 4),
-        draw(2),
-    )
-    worst = 0.0
-    for wanted in (("D",), ("B",), ("A", "C")):
-        named = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D}
-        grads: list[Tensors] = []
-        for alone in (True, False):
-            cut = lambda n, v, alone=alone: v if alone or n in "AD" else shard(v, layout="contiguous")  # noqa: E731
-            leaves = {n: cut(n, v).clone().requires_grad_(n in wanted) for n, v in named.items()}
-            y = recurrent.ssd(**leaves) if alone else over_ranks(recurrent.ssd, **leaves)
-            (y * y).sum().backward()
-            found = {f"d{n}": leaves[n].grad for n in wanted}
-            grads.append(found if alone else together(found, {"B", "C"}))
-        worst = max(worst, furthest(*grads))
-    return worst
-
-
-def test_some_gradients_alone() -> None:
-    assert max(world(3).run(partly_wanted)) <= 1e-12
-
-
 def no_number() -> bool:
     """Whether a document is finite if its neighbour on the previous rank contains NaN."""
     x = torch.ones(1, 12, 4)

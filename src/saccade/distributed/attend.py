@@ -10,6 +10,7 @@ from ..api import attention as whole_attention
 from ..arrays import ArrayOrTuple
 from ..biases import Bias
 from ..frameworks.torch_run import spec
+from ..frameworks.torch_state import autocast
 from ..mask import Mask
 from ..mask.algebra import selected
 from ..mask.checks import check_shapes
@@ -74,6 +75,7 @@ def attention(
         >>> o = attention(q, k, v, saccade.mask.window(127, 0), strategy="ulysses", layout="contiguous")
     """
     request = Request(mask, Side(bias, sinks=sinks), Options(scale, softcap, dropout, backend=backend))
+    q, k, v = autocast(q, k, v)
     if getattr(group, "ndim", 1) == 2:
         rows, heads = peers_of(group[group.mesh_dim_names[0]]), peers_of(group[group.mesh_dim_names[1]])
         with taking_part(rows, heads):

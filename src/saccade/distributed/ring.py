@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..arrays import ArrayOrTuple
 from ..backends import Outputs
+from ..frameworks.torch_state import autocast
 from ..mask import Mask
 from ..operands import Options, Request, Side
 from .call import DistributedCall, Partition, prepare, untraced
@@ -78,6 +79,7 @@ def ring_attention(
     peers = peers_of(group)
     with taking_part(peers):
         request = Request(mask, Side(bias, sinks=sinks), Options(scale, softcap, dropout, backend=backend))
+        q, k, v = autocast(q, k, v)
         setting = prepare("ring attention", Partition(peers, layout, length), q, k, v, request)
         o, lse = OverRanks.apply(q, k, v, sinks, ring(setting, overlap))
     return (o, lse) if return_lse else o

@@ -134,7 +134,9 @@ def act(D: Tensor, S: Tensor, matrix: bool, transposed: bool = False) -> Tensor:
     if not matrix:
         return D * S
     by = D.mT if transposed else D
-    return by @ S if S.ndim == 4 else (by @ S[..., None])[..., 0]
+    # states stay in float32, also under autocast
+    with torch.autocast(S.device.type, enabled=False):
+        return by @ S if S.ndim == 4 else (by @ S[..., None])[..., 0]
 
 
 def wide(x: Tensor) -> Tensor:

@@ -68,8 +68,8 @@ def recurrent(
             torch tensors (`shard(x, layout="contiguous")`); n may differ between ranks. Weights are the same on all
             ranks; their gradient is the contribution of this rank's tokens, to be summed over ranks.
         group: a ProcessGroup, a DeviceMesh with one dimension, or None for all ranks.
-        initial_state: of the whole sequences, as in op. That of the first rank is used and has a gradient. Not with
-            cu_seqlens.
+        initial_state: of the whole sequences, as in op. That of the first rank is used and has a gradient; if it
+            requires one, those of all ranks must. Not with cu_seqlens.
         return_state: return (output, final state of the whole sequences), the same on every rank. Not with cu_seqlens.
         cu_seqlens: [N + 1], the bounds of packed sequences in the whole, the same on every rank; the slices must then
             be those of `shard`.
@@ -112,18 +112,18 @@ def on_slice(
             f"{n} {[len(piece.heads), *x.shape[2:]] if n in call.rows else [*x.shape]} {x.dtype}"
             for n, x in call.arrays.items()
         ]
-        signature = "; ".join([f"recurrent {call.name}", *shapes, f"{call.options}", f"keep {keep}", whole])
-        exchange = peers.begin(f"recurrent({call.name})", signature, call.first.device)
         pair = isinstance(initial_state, (tuple, list))
         initial = torch.cat([initial_state[0], initial_state[1][..., None]], -1) if pair else initial_state
         if initial is not None and initial.dtype.itemsize < 4:
             initial = initial.float()
-        inputs = [initial if peers.rank == 0 else None, *call.arrays.values()]
+        inputs = [initial, *call.arrays.values()]
+        grads = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+        # every rank takes part in the backward, or none
+        words = [f"{call.options}", f"keep {keep}", f"gradients {grads}", whole]
+        signature = "; ".join([f"recurrent {call.name}", *shapes, *words])
+        exchange = peers.begin(f"recurrent({call.name})", signature, call.first.device)
         stretch = Stretch(call._replace(arrays=dict.fromkeys(call.arrays)), piece, exchange, keep)
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-            y, state = _Carried.apply(stretch, *inputs)
-        else:
-            y, state = _compute(stretch, inputs).results
+        y, state = _Carried.apply(stretch, *inputs) if grads else _compute(stretch, inputs).results
         if keep and call.name == "linear_attention" and call.options.get("normalize", True):
             state = state[..., :-1], state[..., -1]
         return y, state
@@ -163,6 +163,7 @@ class _Computed(NamedTuple):
 def _compute(stretch: Stretch, inputs: Sequence[Tensor | None]) -> _Computed:
     # inputs: the initial state of the first rank, and the arrays
     initial, *arrays = inputs
+    initial = None if stretch.rank else initial
     stretch = stretch._replace(call=stretch.call._replace(arrays=dict(zip(stretch.call.arrays, arrays, strict=True))))
     with torch.no_grad():
         entering, passing, total = _enter(stretch, initial)
@@ -195,6 +196,8 @@ class _Carried(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         done, ctx.computed = ctx.computed, None
+        if done is None:
+            raise RuntimeError("a recurrence over ranks has one backward, also with retain_graph=True: call it again")
         dy, dtotal = grads
         entered = [torch.zeros_like(x) for x in done.entering]
         if done.stretch.rank or not done.stretch.call.causal:

@@ -22,7 +22,7 @@ from . import torch_run as run
 from .call import first_keys, rows_of, seed_value, specs_of
 from .source import STRIDED, Source, check_lengths, check_table, pages_in_use, stored, with_gates
 from .torch_arguments import arguments
-from .torch_state import autocast_active, forward_mode_active, legacy_batched, modes_active, transforms_active
+from .torch_state import autocast, forward_mode_active, legacy_batched, modes_active, transforms_active
 
 _PLAIN = (Tensor, Parameter)
 _STRIDED = torch.strided
@@ -47,8 +47,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, request: Request, verb: str) -> t
     if side is not NO_SIDE:
         side = _with_four_dimensions(side)
         request = request._replace(side=side)
-    if autocast_active() and _autocast_on(q.device.type):
-        q, k, v = _autocast(q), _autocast(k), _autocast(v)
+    q, k, v = autocast(q, k, v)
     if traced:
         results = _by_operator(q, k, v, request, verb)
         return tuple(x[0] for x in results) if lifted else results
@@ -259,17 +258,6 @@ def _with_four_dimensions(side: Side) -> Side:
     if side.bias is None or side.bias.dim() >= 4:
         return side
     return side._replace(bias=side.bias[(None,) * (4 - side.bias.dim())])
-
-
-def _autocast_on(kind: str) -> bool:
-    return kind != "meta" and torch.is_autocast_enabled(kind)
-
-
-def _autocast(x: Tensor) -> Tensor:
-    # as in torch's own attention: every floating dtype except float64
-    if not x.is_floating_point() or x.dtype is torch.float64:
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _traced(*tensors: Any) -> bool:

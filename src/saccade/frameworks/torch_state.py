@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.utils.dlpack import to_dlpack
@@ -22,6 +23,17 @@ modes_active = torch._C._len_torch_dispatch_stack
 autocast_active = torch._C._is_any_autocast_enabled
 # a tensor as a DLPack capsule; only the newer kind can be written to
 capsule = getattr(torch._C, "_to_dlpack_versioned", to_dlpack)
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the dtype of autocast, all except float64, if it is on for the device of the first."""
+    if not autocast_active() or not all(isinstance(x, Tensor) for x in tensors):
+        return tensors
+    kind = tensors[0].device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype is not torch.float64 else x for x in tensors)
 
 
 def legacy_batched(*tensors: Any) -> bool:
