@@ -46,16 +46,19 @@ def test_bad_prefixes() -> None:
         PrefixCache([])
     begins, s = PrefixCache([cache]), cache.add()
     cache.append([s], tokens(8), tokens(8))
-    with pytest.raises(ValueError, match="holds 8 tokens up to position 8, and 9 are given"):
+    with pytest.raises(ValueError, match="holds 8 tokens, and 9 are given"):
         begins.keep(s, range(9))
     with pytest.raises(ValueError, match="sequence 9 is not in this cache"):
         begins.keep(9, [])
     with pytest.raises(ValueError, match=r"sequence 1 is not stored; expected one of \[\]"):
         begins.forget(s)
-    cache.evict(s, 1, 4)
-    with pytest.raises(ValueError, match="holds 5 tokens up to position 8, and 5 are given"):
-        begins.keep(s, range(5))
+    for rotation in (None, {}):
+        moved = cache.fork(s)
+        cache.evict(moved, 1, 4, rotation=rotation)
+        with pytest.raises(ValueError, match="holds 5 tokens after evict, and 5 are given"):
+            begins.keep(moved, range(5))
+        cache.remove(moved)
     uneven = PagedKVCache(6, 4, 1, 4)
-    with pytest.raises(ValueError, match=r"number a new sequence \[3, 1\]; expected one number"):
+    with pytest.raises(ValueError, match=r"number a new sequence \[6, 1\]; expected one number"):
         PrefixCache([cache, uneven]).begin([])
     assert (cache.sequences, uneven.sequences) == ((s,), ())

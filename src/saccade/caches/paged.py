@@ -85,11 +85,11 @@ class PagedKVCache(Storage):
 
     def length(self, sequence: int) -> int:
         """The number of tokens of a sequence in the cache."""
-        return self._known(sequence).length
+        return self.known(sequence).length
 
     def position(self, sequence: int) -> int:
         """The position of a sequence's next token: its length plus the number of tokens that `evict` removed."""
-        return self._known(sequence).length + self._known(sequence).gone
+        return self.known(sequence).length + self.known(sequence).gone
 
     def add(self) -> int:
         """Add an empty sequence and return its number."""
@@ -99,7 +99,7 @@ class PagedKVCache(Storage):
 
     def fork(self, sequence: int, length: int | None = None) -> int:
         """Add a sequence that shares the first `length` tokens of another, or all for None; return its number."""
-        length, source = self._checked(sequence, length), self._known(sequence)
+        length, source = self._checked(sequence, length), self.known(sequence)
         new = self.add()
         fork = self._sequences[new] = replace(source, pages=source.pages[: self._count(length)])
         self._shares[fork.pages] += 1
@@ -108,14 +108,14 @@ class PagedKVCache(Storage):
 
     def crop(self, sequence: int, length: int) -> None:
         """Remove the tokens from `length` on."""
-        length, one = self._checked(sequence, length), self._known(sequence)
+        length, one = self._checked(sequence, length), self.known(sequence)
         self._give_back(one.pages[self._count(length) :])
         del one.pages[self._count(length) :]
         one.cut(length)
 
     def remove(self, sequence: int) -> None:
         """Remove a sequence; pages that no other sequence uses become free."""
-        self._give_back(self._known(sequence).pages)
+        self._give_back(self.known(sequence).pages)
         del self._sequences[sequence]
 
     def evict(self, sequence: int, sinks: int, window: int, *, rotation: Rotation | None = None) -> None:
@@ -125,7 +125,7 @@ class PagedKVCache(Storage):
         from an earlier call's, or if too few pages are free. If it raises an error, nothing has changed.
         """
         self.in_memory("evict")
-        one = self._known(sequence)
+        one = self.known(sequence)
         self.check_rotation(rotation)
         at_least("sinks", sinks, 0)
         at_least("window", window, 1)
@@ -136,8 +136,7 @@ class PagedKVCache(Storage):
             return
         later = self._slots(one, one.length - window, one.length)
         new = self._rejoined(sequence, sinks, later, None if rotation is None else (-less, rotation))
-        gone = one.gone + (less if rotation is None else 0)
-        self._sequences[sequence] = replace(new, sinks=sinks, gone=gone)
+        self._sequences[sequence] = replace(new, sinks=sinks, gone=one.gone + less * (rotation is None), shortened=True)
 
     def accept(self, sequence: int, tokens: int, path: Sequence[int]) -> None:
         """Of a sequence's last `tokens` tokens keep only those of a path, as `KVCache.accept` does.
@@ -145,7 +144,7 @@ class PagedKVCache(Storage):
         Tokens are copied as in `evict`. If too few pages are free, it raises ValueError and changes nothing.
         """
         self.in_memory("accept")
-        one, at = self._known(sequence), path_of(path, tokens)
+        one, at = self.known(sequence), path_of(path, tokens)
         if one.length < tokens:
             raise ValueError(f"tokens is {tokens}; expected at most {one.length}, those of sequence {sequence}")
         start, still = one.length - tokens, at == np.arange(len(at))
@@ -155,7 +154,7 @@ class PagedKVCache(Storage):
         gates.check_path(self)
         first = start + int(still.argmin())
         later = self._slots(one, start, one.length)[at[first - start :]]
-        self._sequences[sequence] = replace(self._rejoined(sequence, first, later), gone=one.gone)
+        self._sequences[sequence] = self._rejoined(sequence, first, later)
 
     def append(
         self,
@@ -183,7 +182,7 @@ class PagedKVCache(Storage):
             Unsupported: k or v requires grad; or rotation on a WebGPU device.
         """
         sequences, turn = list(sequences), None
-        chosen = [self._known(s) for s in sequences]
+        chosen = [self.known(s) for s in sequences]
         if len(set(sequences)) < len(sequences):
             raise ValueError(f"sequences are {sequences}; expected each of them once")
         self.check_tokens(k, v, "tokens", ())
@@ -207,7 +206,7 @@ class PagedKVCache(Storage):
 
     def view(self, sequences: Iterable[int]) -> PagedKeys:
         """Keys and values of these sequences, for `decode` and `paged_attention`; later appends do not change them."""
-        chosen = [self._known(s) for s in sequences]
+        chosen = [self.known(s) for s in sequences]
         table: Any = np.full((len(chosen), max((len(one.pages) for one in chosen), default=0)), -1, np.int32)
         for row, one in zip(table, chosen, strict=True):
             row[: len(one.pages)] = one.pages
@@ -231,23 +230,23 @@ class PagedKVCache(Storage):
 
     def _rejoined(self, sequence: int, first: int, later: Ints, turn: tuple[int, Rotation] | None = None) -> Tokens:
         # the first tokens of a sequence, and copies of those in the slots `later`, with keys rotated by turn[0]
-        slots, old = self._arrays.indices(later), self._known(sequence).pages
+        slots, source = self._arrays.indices(later), self.known(sequence)
         moved = [x.reshape(-1, *x.shape[2:])[slots] for x in self.arrays]
         if turn is not None:
             at = ..., self.rotary
             moved[0][at] = rope(moved[0][at], np.full(len(later), turn[0]), **dict(turn[1], factor=1.0))
         new = self.fork(sequence, first)
-        self._give_back(old)
+        self._give_back(source.pages)
         try:
             slots = self._arrays.indices(self.reserve([new], np.array([0, len(later)])))
         except ValueError:
             self.remove(new)
-            self._shares[old] += 1
+            self._shares[source.pages] += 1
             self._free = [page for page in self._free if not self._shares[page]]
             raise
         for array, x in zip(self.arrays, moved, strict=True):
             array.reshape(-1, *array.shape[2:])[slots] = x
-        return self._sequences.pop(new)
+        return replace(self._sequences.pop(new), gone=source.gone, shortened=source.shortened)
 
     def _wanted(self, more: Iterable[tuple[Tokens, int]]) -> int:
         # pages that an append needs: new ones, and copies of a shared page until one sequence alone uses it
@@ -287,13 +286,14 @@ class PagedKVCache(Storage):
     def _count(self, length: int) -> int:
         return -(-length // self.page_size)
 
-    def _known(self, sequence: int) -> Tokens:
+    def known(self, sequence: int) -> Tokens:
+        """The tokens of a sequence; raises ValueError if there is none of this number."""
         if sequence not in self._sequences:
             raise ValueError(f"sequence {sequence!r} is not in this cache; expected one that add or fork returned")
         return self._sequences[sequence]
 
     def _checked(self, sequence: int, length: int | None) -> int:
-        most = self._known(sequence).length
+        most = self.known(sequence).length
         length = most if length is None else whole("length", length)
         if not 0 <= length <= most:
             raise ValueError(f"length is {length}; expected 0 to {most}, the tokens that sequence {sequence} holds")

@@ -97,11 +97,12 @@ class PrefixCache:
         tokens = _integers(tokens)
         n = len(tokens)
         for pool in self._pools:
-            length, position = pool.length(sequence), pool.position(sequence)
-            if n > length or position != length:
+            one = pool.known(sequence)
+            if n > one.length or one.shortened:
+                after = " after evict" if one.shortened else ""
                 raise ValueError(
-                    f"sequence {sequence} holds {length} tokens up to position {position}, and {n} are given; "
-                    f"expected the first tokens of one that was not shortened"
+                    f"sequence {sequence} holds {one.length} tokens{after}, and {n} are given; expected the first "
+                    f"tokens of one that was not shortened"
                 )
         whole = n - n % self._page_size
         chain, left = self._walk(tokens[:whole])

@@ -54,17 +54,19 @@ class PagedKeys(NamedTuple):
 class Tokens:
     """The tokens of one sequence: their pages and their number.
 
-    gone: tokens that `evict` removed after the first `sinks` tokens.
+    shortened: whether `evict` removed tokens after the first `sinks` tokens. gone: how many, if it moved no others.
     """
 
     pages: list[int]
     length: int = 0
     sinks: int = 0
     gone: int = 0
+    shortened: bool = False
 
     def cut(self, length: int) -> None:
         """Keep the first `length` tokens; evicted tokens still count if there are tokens after them."""
         self.length, self.gone = length, self.gone if length > self.sinks else 0
+        self.shortened &= length > self.sinks
 
     def last_slot(self, page_size: int) -> int:
         """The slot of the last token, numbered over all pages; -1 for none."""
