@@ -75,6 +75,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "g of doubles": (decay(g=G.astype(float)), TypeError, r"g has dtype float64; expected float32"),
     "scale": (decay(scale="2"), TypeError, r"scale is '2' \(str\); expected a finite number"),
     "scale is not finite": (decay(scale=float("nan")), ValueError, r"scale is nan"),
+    "scale is not a float32": (decay(scale=1e39), ValueError, r"expected at most 3.403e\+38 in size"),
     "chunk of 0": (decay(chunk=0), ValueError, r"chunk is 0; expected 1 to 128"),
     "chunk of 129": (decay(chunk=129), ValueError, r"chunk is 129; expected 1 to 128"),
     "chunk of 1.5": (decay(chunk=1.5), TypeError, r"chunk is float; expected None or an integer"),
@@ -98,6 +99,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"feature_map is 'gelu'; expected None or one of elu\+1, relu",
     ),
     "signed weights": (linear(feature_map=None), ValueError, r"normalize without a feature map divides by sums"),
+    "scale of 0": (linear(feature_map="relu", scale=0), ValueError, "scale is 0 and normalize divides by sums"),
     "scale of the Taylor map": (
         linear(feature_map="taylor", scale=-1.0),
         ValueError,

@@ -61,6 +61,8 @@ def linear_attention(
         raise ValueError(
             "normalize without a feature map divides by sums that pass through 0; give one, or normalize=False"
         )
+    if normalize and scale == 0:
+        raise ValueError(f"scale is {scale!r} and normalize divides by sums that contain it; expected another number")
     if feature_map == "taylor" and scale is not None and not number("scale", scale, "a positive number") > 0:
         raise ValueError(f"scale is {scale!r} in the Taylor map; expected a positive number")
     joined = _join(initial_state) if normalize and initial_state is not None else initial_state

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
-from ..operands import Spec, number
+from ..operands import Spec, scale_of
 from ..problem import LONGEST
 from .family import Family, Specs, Uses, accumulator, check_array, check_floating, check_packed
 
@@ -175,7 +175,7 @@ def describe(specs: Specs, options: MatrixOptions) -> Matrix:
         feature_map=options.feature_map,
         normalize=options.normalize,
         causal=options.causal,
-        scale=1 / math.sqrt(K) if options.scale is None else number("scale", options.scale, "a finite number"),
+        scale=1 / math.sqrt(K) if options.scale is None else scale_of(options.scale, q.dtype),
         chunk=min(_chunk(options.chunk, decay, options.rule, K), max(T, 1)),
         out_dtype=options.out_dtype or q.dtype,
         return_state=options.return_state,
