@@ -212,7 +212,11 @@ def lent(x: Tensor) -> Any:
         return x
     if x.is_neg():
         x = x.resolve_neg()
-    return np.from_dlpack(_Lent(x.view(torch.uint16) if x.dtype is torch.bfloat16 else x))
+    return _read(_Lent(x.view(torch.uint16) if x.dtype is torch.bfloat16 else x))
+
+
+# NumPy before 2.1 does not know the capsules that may be written to
+_read: Callable[[Any], Any] = np.from_dlpack if np.lib.NumpyVersion(np.__version__) >= "2.1.0" else np.asarray
 
 
 class _Lent:
@@ -228,6 +232,14 @@ class _Lent:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 1, 0
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        x, dtype = self.tensor, np.dtype(str(self.tensor.dtype)[6:])
+        strides = tuple(s * dtype.itemsize for s in x.stride())
+        # no array is at address 0
+        place = x.data_ptr() or id(x), False
+        return {"version": 3, "shape": tuple(x.shape), "typestr": dtype.str, "strides": strides, "data": place}
 
 
 def tensor(x: Any, dtype: torch.dtype | None = None) -> Tensor:
