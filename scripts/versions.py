@@ -56,7 +56,6 @@ CASES = (
     Case("3.12", numpy="1.26.4", torch="2.11.0"),
     Case("3.13", numpy="2.1.3", torch="2.12.1"),
     Case("3.12", torch="2.14.1"),
-    Case("3.13", torch="2.15.0"),
 )
 
 
@@ -88,7 +87,8 @@ def prepare(case: Case, python: Path) -> Path:
     constraints.write_text("\n".join(pins) + "\n")
     run("make", "dev", cwd=tree)
     if case.numpy:
-        run(inside, *PIP, "--no-deps", f"numpy=={case.numpy}", cwd=tree)
+        # of ml_dtypes, which bfloat16 in NumPy needs, a version that agrees
+        run(inside, *PIP, f"numpy=={case.numpy}", "ml_dtypes", cwd=tree)
         while lost := excluded(inside, tree):
             print("needs another NumPy:", *lost, flush=True)
             run(inside, "-m", "pip", "uninstall", "--quiet", "--yes", *lost, cwd=tree)

@@ -55,6 +55,8 @@ def check(shapes, **options) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes(name, causal) -> None:
+    if name == "no head" and torch.__version__ < "2.10":
+        pytest.skip("torch's own attention divides by the number of heads before 2.10")
     check(SHAPES[name], is_causal=causal)
 
 
