@@ -154,7 +154,7 @@ def for_kernels(side: Side, options: Options, Tq: int, Tk: int) -> Side:
     log_f becomes its running sums over positions, in float64.
     """
     if side.table is not None:
-        side = side._replace(table=_at_distances(side.table, options.origin, 1 - Tq - Tk, Tk))
+        side = side._replace(table=_at_distances(side.table, options.origin, min(1 - Tq - Tk, Tk), Tk))
     if side.log_f is not None and not options.summed:
         side = side._replace(log_f=running_sums(side.log_f))
     return side

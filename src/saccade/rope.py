@@ -110,4 +110,5 @@ def angles(
         frequencies = float(base) ** (-pair / max(D, 1))
     angle = (positions[..., None] * frequencies)[..., None, :]
     cos, sin = cast(xp.cos(angle), work), cast(xp.sin(angle), work)
-    return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
+    # NumPy's float64 would make float64 of float32
+    return (cos, sin) if factor == 1.0 else (cos * float(factor), sin * float(factor))

@@ -8,11 +8,20 @@ import numpy as np
 
 from ..arrays import is_torch
 from ..backends import load
+from ..operands import DTYPES
 from .storage import Arrays, NumpyArrays
 
 
 def arrays_for(dtype: Any, device: Any) -> Arrays:
     """The arrays of a cache: NumPy arrays, unless dtype is a torch dtype or device is one of torch's or WebGPU's."""
+    arrays = _arrays_for(dtype, device)
+    if (name := str(arrays.dtype).rpartition(".")[2]) not in DTYPES:
+        codes = "; codes of numbers are stored with quantised=" if "8" in name else ""
+        raise TypeError(f"dtype is {name}; expected one of {', '.join(DTYPES)}{codes}")
+    return arrays
+
+
+def _arrays_for(dtype: Any, device: Any) -> Arrays:
     if device is None and isinstance(dtype, (str, type, np.dtype)):
         return NumpyArrays(dtype, device)
     of_torch = is_torch(dtype) or is_torch(device) or str(device) not in ("None", "cpu")

@@ -69,11 +69,19 @@ class Source(NamedTuple):
 
 
 STRIDED = Source()
+# dtypes of scales
+_SCALES = "bfloat16", "uint16"
 
 
 def stored(cache: Any) -> Source:
-    """How a cache stores keys and values, apart from pages. Raises ValueError for scales that do not fit the codes."""
+    """How a cache stores keys and values, apart from pages.
+
+    Raises ValueError for k and v, or codes and scales, that do not fit each other, TypeError for their dtypes.
+    """
     how = getattr(cache, "quantised", None)
+    k, v = (tuple(x.shape[:3]) for x in (cache.k, cache.v))
+    if k != v:
+        raise ValueError(f"k and v start with shapes {list(k)} and {list(v)}; expected the same slots and heads in both")
     if how is None:
         return STRIDED
     for name in ("k", "v"):
@@ -82,6 +90,13 @@ def stored(cache: Any) -> Source:
         if scale is None or tuple(scale.shape) != wanted:
             shape = None if scale is None else list(scale.shape)
             raise ValueError(f"{name}_scale is {shape}; expected an array {list(wanted)}, because {name} is {how.kind}")
+        kinds = [str(x.dtype).rpartition(".")[2] for x in (codes, scale)]
+        of_codes = "int8" if how.kind == "int8" else "uint8"
+        if kinds[0] != of_codes or kinds[1] not in _SCALES:
+            raise TypeError(
+                f"{name} is {kinds[0]} and {name}_scale {kinds[1]}; expected {of_codes} and {' or '.join(_SCALES)}, "
+                f"because {name} is {how.kind}"
+            )
     return Source(quantised=how, k_scale=cache.k_scale, v_scale=cache.v_scale, key=how)
 
 

@@ -246,8 +246,13 @@ def append(
 ) -> bool:
     """`caches.storage.Arrays.write`; always True, because it handles every case."""
     code, group = (0, 0) if how is None else (CODES[how.kind], how.group)
+    if not target.flags.writeable:
+        raise ValueError("an array of the cache is read-only; expected one that append can write to")
+    # a source inside of the target would change while it is read
+    x = x.copy() if np.may_share_memory(x, target) else x
     x = x if x.strides[-1] == x.itemsize else np.ascontiguousarray(x)
-    cos, sin = (None if a is None else np.ascontiguousarray(a) for a in (cos, sin))
+    wide = np.float64 if x.dtype == np.float64 else np.float32
+    cos, sin = (None if a is None else np.ascontiguousarray(a, wide) for a in (cos, sin))
     x, target = (a.view(np.uint16) if a.dtype.name == "bfloat16" else a for a in (x, target))
     _core.append(x, target, scale, code, group, first, second, cos, sin, interleaved, threads.number)
     return True
@@ -292,7 +297,10 @@ def _extra(problem: Problem, extras: Extras) -> Any:
     if extras.sinks is not None:
         sinks = np.ascontiguousarray(extras.sinks, np.float64)
     how = problem.quantised
-    codes = (None, None, 0, 0) if how is None else (extras.k_scale, extras.v_scale, CODES[how.kind], how.group)
+    codes = None, None, 0, 0
+    if how is not None:
+        scales = (x if x.strides[-1] == x.itemsize else np.ascontiguousarray(x) for x in (extras.k_scale, extras.v_scale))
+        codes = *scales, CODES[how.kind], how.group
     pages = extras.block_table, extras.page_size
     by_position = None if extras.distances is None else np.ascontiguousarray(extras.distances), gates
     of = problem.selection

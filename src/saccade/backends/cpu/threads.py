@@ -8,13 +8,15 @@ import os
 from ._core import join_team as join_openmp
 from ._core import set_ffi_threads
 
+# threads that a call may ask for
+MOST = 4096
 # threads per call, the calling one included
 number = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 set_ffi_threads(number)
 
 
 def set_num_threads(n: int) -> None:
-    """Use at most n threads, the calling one included.
+    """Use at most n threads, the calling one included, and never more than 4096.
 
     Examples:
         >>> saccade.set_num_threads(1)  # for example in each worker process of a data loader
@@ -22,8 +24,8 @@ def set_num_threads(n: int) -> None:
     global number
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"the number of threads is {n!r}; expected an integer of at least 1")
-    number = n
-    set_ffi_threads(n)
+    number = min(n, MOST)
+    set_ffi_threads(number)
 
 
 def get_num_threads() -> int:

@@ -12,10 +12,19 @@ namespace nb = nanobind;
 using Any = nb::ndarray<>;
 using In = nb::ndarray<nb::ro>;
 
+// bfloat16 arrives as uint16, and codes as bytes
 template <class A>
 DType dtype_of(const A& a) {
-  if (a.dtype().code == static_cast<uint8_t>(nb::dlpack::dtype_code::UInt)) return DType::bf16;
-  return a.dtype().bits == 64 ? DType::f64 : a.dtype().bits == 32 ? DType::f32 : DType::f16;
+  const auto is = [&](nb::dlpack::dtype_code code, int bits) {
+    return a.dtype().code == static_cast<uint8_t>(code) && a.dtype().bits == bits && a.dtype().lanes == 1;
+  };
+  using Kind = nb::dlpack::dtype_code;
+  if (is(Kind::Float, 32)) return DType::f32;
+  if (is(Kind::UInt, 16)) return DType::bf16;
+  if (is(Kind::Float, 16)) return DType::f16;
+  if (is(Kind::Float, 64)) return DType::f64;
+  if (is(Kind::Int, 8) || is(Kind::UInt, 8)) return DType::codes;
+  throw nb::type_error("an array has a dtype that the core does not compute");
 }
 
 template <class A>

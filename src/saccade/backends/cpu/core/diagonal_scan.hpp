@@ -85,7 +85,8 @@ struct SelectiveScan {
     return splat(p[t * ld + j]);
   }
 
-  // Adds the terms of a few slots to y of n tokens. `states` and `decays` are [n][ld][L], written for a backward.
+  // Adds the terms of a few slots to y of n tokens. For a backward it writes `states` [n + 1][SLOTS][L], first those
+  // before, and `decays` [n][SLOTS][L].
   template <bool FIXED_B, bool FIXED_C, Walk WANTED, bool FULL>
   void slots(int64_t first, int64_t n, T* states, T* decays) {
     const int64_t some = FULL ? SLOTS : c.N - first;
@@ -93,6 +94,7 @@ struct SelectiveScan {
     for (int64_t r = 0; r < some; ++r) {
       const int64_t at = (first + r) * L;
       now[r] = load(h + at), high[r] = load(rate + at), low[r] = load(rate_low + at);
+      if constexpr (WANTED == Walk::ALL) store(states + r * L, now[r]);
     }
     for (int64_t t = 0; t < n; ++t) {
       const vec<T> step = load(dt + t * L), in = step * load(u + t * L);
@@ -103,25 +105,25 @@ struct SelectiveScan {
         const vec<T> a = exp2_any<T>(step * high[r] + step * low[r]);
         now[r] = a * now[r] + in * one<FIXED_B>(B, t, ld, first + r);
         if constexpr (WANTED != Walk::STATE) sum += now[r] * one<FIXED_C>(C, t, ld, first + r);
-        const int64_t at = (t * ld + first + r) * L;
-        if constexpr (WANTED == Walk::ALL) store(decays + at, a), store(states + at, now[r]);
+        if constexpr (WANTED == Walk::ALL)
+          store(decays + (t * SLOTS + r) * L, a), store(states + ((t + 1) * SLOTS + r) * L, now[r]);
       }
       if constexpr (WANTED != Walk::STATE) store(y + t * L, sum);
     }
     for (int64_t r = 0; r < some; ++r) store(h + (first + r) * L, now[r]);
   }
   template <bool FIXED_B, bool FIXED_C, Walk WANTED>
-  void walk(int64_t n, T* states, T* decays) {
+  void walk(int64_t n) {
     int64_t j = 0;
-    for (; j + SLOTS <= c.N; j += SLOTS) slots<FIXED_B, FIXED_C, WANTED, true>(j, n, states, decays);
-    if (j < c.N) slots<FIXED_B, FIXED_C, WANTED, false>(j, n, states, decays);
+    for (; j + SLOTS <= c.N; j += SLOTS) slots<FIXED_B, FIXED_C, WANTED, true>(j, n, nullptr, nullptr);
+    if (j < c.N) slots<FIXED_B, FIXED_C, WANTED, false>(j, n, nullptr, nullptr);
   }
   template <Walk WANTED>
-  void walk_as_fixed(int64_t n, T* states = nullptr, T* decays = nullptr) {
+  void walk_as_fixed(int64_t n) {
     if (c.fixed_B)
-      c.fixed_C ? walk<true, true, WANTED>(n, states, decays) : walk<true, false, WANTED>(n, states, decays);
+      c.fixed_C ? walk<true, true, WANTED>(n) : walk<true, false, WANTED>(n);
     else
-      c.fixed_C ? walk<false, true, WANTED>(n, states, decays) : walk<false, false, WANTED>(n, states, decays);
+      c.fixed_C ? walk<false, true, WANTED>(n) : walk<false, false, WANTED>(n);
   }
 
   static void task(const Scan& c, int64_t task, char* scratch) {
@@ -158,14 +160,14 @@ struct ScanBackward {
   const Scan& c;
   int64_t ld;
   T* kept;               // [chunks][ld][L]
-  T *states, *decays;    // [chunk + 1][ld][L], first the state before the chunk; [chunk][ld][L]
+  T *states, *decays;    // of a few slots: [chunk + 1][SLOTS][L], first those before the chunk; [chunk][SLOTS][L]
   T *dh, *dA;            // [ld][L]
   T *terms_B, *terms_C;  // [chunk][ld / SLOTS][L] products of a few slots, reduced; [ld][L] sums where fixed
   T *dp, *du, *ddt;      // [chunk][L]; du and ddt: the gradients through B and through A
 
   ScanBackward(const Scan& call, Bump& bump) : f(call, bump), c(call), ld(f.ld) {
     kept = bump.take<T>((c.tokens.longest() + c.chunk - 1) / c.chunk * ld * L);
-    states = bump.take<T>((c.chunk + 1) * ld * L), decays = bump.take<T>(c.chunk * ld * L);
+    states = bump.take<T>((c.chunk + 1) * SLOTS * L), decays = bump.take<T>(c.chunk * SLOTS * L);
     dh = bump.take<T>(ld * L), dA = bump.take<T>(ld * L);
     const int64_t terms = max64(c.chunk * ld / SLOTS, ld) * L;
     terms_B = bump.take<T>(terms), terms_C = bump.take<T>(terms);
@@ -188,44 +190,44 @@ struct ScanBackward {
     }
   }
   void copy(const T* from, T* to) const { __builtin_memcpy(to, from, static_cast<size_t>(ld * L) * sizeof(T)); }
-  // states before and after every token of the chunk
-  void recompute(int64_t t0, int64_t n) {
-    f.read(t0, n, Walk::ALL);
-    copy(kept + t0 / c.chunk * ld * L, f.h), copy(f.h, states);
-    f.template walk_as_fixed<Walk::ALL>(n, states + ld * L, decays);
-  }
 
   // gradients of the sums before the gate
-  void through_gate(int64_t t0, int64_t n, vec<T> skip) {
+  void through_gate(int64_t t0, int64_t n) {
     for (int64_t t = 0; t < n; ++t) {
-      vec<T> d = get<T>(c.dy, f.at(c.dy, t0 + t), f.x.n);
-      if (c.z.data) {
-        const vec<T> z = load(f.z + t * L), p = load(f.y + t * L) + skip * load(f.u + t * L);
-        put<T>(c.dz, f.at(c.dz, t0 + t), f.x.n, d * p * silu_slope<T>(z));
-        d *= silu<T>(z);
-      }
-      store(dp + t * L, d);
+      const vec<T> d = get<T>(c.dy, f.at(c.dy, t0 + t), f.x.n);
+      store(dp + t * L, c.z.data ? d * silu<T>(load(f.z + t * L)) : d);
+    }
+  }
+  // gradients of the gate, once all slots have added to y
+  void of_gate(int64_t t0, int64_t n, vec<T> skip) {
+    for (int64_t t = 0; c.z.data && t < n; ++t) {
+      const vec<T> d = get<T>(c.dy, f.at(c.dy, t0 + t), f.x.n), p = load(f.y + t * L) + skip * load(f.u + t * L);
+      put<T>(c.dz, f.at(c.dz, t0 + t), f.x.n, d * p * silu_slope<T>(load(f.z + t * L)));
     }
   }
 
-  // adds the terms of a few slots to the gradients of a chunk
+  // computes the states of a few slots again, and adds their terms to the gradients of a chunk
   template <bool FIXED_B, bool FIXED_C, bool FULL>
   void slots(int64_t first, int64_t n) {
+    f.template slots<FIXED_B, FIXED_C, Walk::ALL, FULL>(first, n, states, decays);
     const int64_t some = FULL ? SLOTS : c.N - first;
-    vec<T> carried[SLOTS], rate[SLOTS], for_A[SLOTS] = {}, for_B[SLOTS] = {}, for_C[SLOTS] = {};
-    for (int64_t r = 0; r < some; ++r) carried[r] = load(dh + (first + r) * L), rate[r] = load(f.A + (first + r) * L);
+    vec<T> carried[SLOTS], rate[SLOTS], after[SLOTS], for_A[SLOTS] = {}, for_B[SLOTS] = {}, for_C[SLOTS] = {};
+    for (int64_t r = 0; r < some; ++r) {
+      const int64_t at = (first + r) * L;
+      carried[r] = load(dh + at), rate[r] = load(f.A + at), after[r] = load(states + (n * SLOTS + r) * L);
+    }
     for (int64_t t = n - 1; t >= 0; --t) {
       const vec<T> step = load(f.dt + t * L), in = step * load(f.u + t * L), out = load(dp + t * L);
-      const T *before = states + (t * ld + first) * L, *after = before + ld * L, *a = decays + (t * ld + first) * L;
       vec<T> through_B = first ? load(du + t * L) : vec<T>{}, through_A = first ? load(ddt + t * L) : vec<T>{};
 #pragma GCC unroll 4
       for (int64_t r = 0; r < some; ++r) {
         const vec<T> d = carried[r] + f.template one<FIXED_C>(f.C, t, ld, first + r) * out;
-        for_C[r] = load(after + r * L) * out + (FIXED_C ? for_C[r] : vec<T>{});
+        for_C[r] = after[r] * out + (FIXED_C ? for_C[r] : vec<T>{});
         for_B[r] = d * in + (FIXED_B ? for_B[r] : vec<T>{});
         through_B += d * f.template one<FIXED_B>(f.B, t, ld, first + r);
-        carried[r] = load(a + r * L) * d;
-        const vec<T> dx = carried[r] * load(before + r * L);
+        carried[r] = load(decays + (t * SLOTS + r) * L) * d;
+        after[r] = load(states + (t * SLOTS + r) * L);
+        const vec<T> dx = carried[r] * after[r];
         for_A[r] += dx * step;
         through_A += dx * rate[r];
       }
@@ -283,12 +285,14 @@ struct ScanBackward {
     first_walk(length);
     for (int64_t t0 = (length - 1) / c.chunk * c.chunk; length && t0 >= 0; t0 -= c.chunk) {
       const int64_t n = min64(c.chunk, length - t0);
-      recompute(t0, n);
-      through_gate(t0, n, skip);
+      f.read(t0, n, Walk::ALL);
+      copy(kept + t0 / c.chunk * ld * L, f.h);
+      through_gate(t0, n);
       if (c.fixed_B)
         c.fixed_C ? reverse<true, true>(t0, n, first) : reverse<true, false>(t0, n, first);
       else
         c.fixed_C ? reverse<false, true>(t0, n, first) : reverse<false, false>(t0, n, first);
+      of_gate(t0, n, skip);
       vec<T> skip_chunk = {}, bias_chunk = {};
       for (int64_t t = 0; t < n; ++t) {
         const vec<T> d = load(dp + t * L), through_B = load(du + t * L), u = load(f.u + t * L);

@@ -364,7 +364,7 @@ struct Forward {
     return bump.used;
   }
   static int64_t groups_of(const Call& c) {
-    return Selected::groups_of<T>(c, c.D + c.Dv, c.B * c.Hk * c.selection.groups / (4 * c.threads));
+    return Selected::groups_of<T>(c, c.D + c.Dv, c.B * c.Hk * c.selection.groups / (int64_t{4} * c.threads));
   }
   static void selected_task(const Call& c, int64_t task, char* scratch) {
     const int64_t each = groups_of(c), sets = (c.selection.groups + each - 1) / each, most = max64(each, wanted(c));

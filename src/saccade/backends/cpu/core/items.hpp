@@ -17,7 +17,7 @@ struct Grouping {
     chunks = (c.G + heads - 1) / heads;
     tiles = max64(1, wanted / heads);
     const int64_t all = entries(c) * c.Hk * chunks * c.part->classes;
-    while (tiles > 1 && all * c.part->n_tiles / tiles < 4 * c.threads) tiles /= 2;
+    while (tiles > 1 && all * c.part->n_tiles / tiles < int64_t{4} * c.threads) tiles /= 2;
     blocks = (c.part->n_tiles + tiles - 1) / tiles;
   }
   static int64_t entries(const Call& c) { return c.part->entry ? 1 : c.B; }

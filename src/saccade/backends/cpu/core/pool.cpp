@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <mutex>
 #include <new>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -105,7 +106,7 @@ void take_tasks(Job& job) {
     // Neighbouring tasks read neighbouring memory, so a thread takes several, and fewer the fewer are left.
     for (int64_t task = 0, end; task < job.n;) {
       const int64_t left = job.n - job.next.load(std::memory_order_relaxed);
-      const int64_t some = std::max<int64_t>(1, left / (4 * job.threads));
+      const int64_t some = std::max<int64_t>(1, left / (int64_t{4} * job.threads));
       task = job.next.fetch_add(some, std::memory_order_acq_rel);
       for (end = std::min(task + some, job.n); task < end; ++task) {
         check_stop();
@@ -127,10 +128,7 @@ class Pool {
     int asleep;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      while (workers_ < helpers) {
-        std::thread(&Pool::work, this).detach();
-        ++workers_;
-      }
+      while (workers_ < helpers && start_worker()) ++workers_;
       jobs_.push_back(&job);
       posted_.fetch_add(1, std::memory_order_release);
       asleep = asleep_;
@@ -172,6 +170,15 @@ class Pool {
     for (Job* job : jobs_)
       if (job->seats > 0 && job->next.load(std::memory_order_relaxed) < job->n) return job;
     return nullptr;
+  }
+  // false where the system has no room for another thread; tasks are then left to the others
+  bool start_worker() {
+    try {
+      std::thread(&Pool::work, this).detach();
+    } catch (const std::system_error&) {
+      return false;
+    }
+    return true;
   }
   void work() {
     std::unique_lock<std::mutex> lock(mutex_);

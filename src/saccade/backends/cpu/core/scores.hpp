@@ -43,13 +43,15 @@ SACCADE_INLINE double from_log2(const Call& c, double y) {
 template <class T>
 SACCADE_INLINE double lse_of(const Call& c, T m, T l) {
   if (l == T(0)) return -__builtin_inf();
+  if (m == -Low<T>::masked) return __builtin_inf();
   return from_log2<T>(c, static_cast<double>(m) + __builtin_log2(static_cast<double>(l)));
 }
 
-// log(e^a + e^b)
+// log(e^a + e^b), NaN if one of them is
 SACCADE_INLINE double log_add(double a, double b) {
+  if (a != a || b != b) return a + b;
   const double top = a > b ? a : b;
-  if (top == -__builtin_inf()) return top;
+  if (__builtin_isinf(top)) return top;
   return top + __builtin_log1p(__builtin_exp(-__builtin_fabs(a - b)));
 }
 
