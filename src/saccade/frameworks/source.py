@@ -81,7 +81,7 @@ def stored(cache: Any) -> Source:
     how = getattr(cache, "quantised", None)
     k, v = (tuple(x.shape[:3]) for x in (cache.k, cache.v))
     if k != v:
-        raise ValueError(f"k and v start with shapes {list(k)} and {list(v)}; expected the same slots and heads in both")
+        raise ValueError(f"k and v start with shapes {list(k)} and {list(v)}; expected the same slots and heads")
     if how is None:
         return STRIDED
     for name in ("k", "v"):

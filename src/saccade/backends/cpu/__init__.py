@@ -18,7 +18,6 @@ from ...arrays import narrow
 from ...combinations import not_invariant, not_with_select
 from ...plan import Limits, Plan, make_plan, positions
 from ...problem import Problem
-from ...quantised import Quantised
 from ...statistics import sink_delta, sinks_gradient
 from .. import Extras, Inputs, Outputs
 
@@ -32,6 +31,7 @@ except ImportError as error:
     raise Unsupported("cpu", [f"its compiled core {reason}; install the package with `pip install .`"]) from error
 
 from . import threads
+from .codes import append, dense, numbers
 from .threads import get_num_threads, set_num_threads
 
 __all__ = [
@@ -70,8 +70,6 @@ TAKES = {
 DIRECT = {"softcap", "batch"}
 THREADS = threads
 CARRIER = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": np.uint16}
-# the core's numbers for the kinds of codes
-CODES = {"int8": 1, "int4": 2, "fp8": 3}
 LARGEST_HEAD = 1024
 
 _parts: weakref.WeakKeyDictionary[Plan, list[Any]] = weakref.WeakKeyDictionary()
@@ -233,31 +231,6 @@ def tangent(
     return (narrow(do, problem.dtype) if several else do), dlse
 
 
-def append(
-    x: Array,
-    target: Array,
-    scale: Array | None,
-    first: Array,
-    second: Array,
-    cos: Array | None,
-    sin: Array | None,
-    interleaved: bool,
-    how: Quantised | None,
-) -> bool:
-    """`caches.storage.Arrays.write`; always True, because it handles every case."""
-    code, group = (0, 0) if how is None else (CODES[how.kind], how.group)
-    if not target.flags.writeable:
-        raise ValueError("an array of the cache is read-only; expected one that append can write to")
-    # a source inside of the target would change while it is read
-    x = x.copy() if np.may_share_memory(x, target) else x
-    x = x if x.strides[-1] == x.itemsize else np.ascontiguousarray(x)
-    wide = np.float64 if x.dtype == np.float64 else np.float32
-    cos, sin = (None if a is None else np.ascontiguousarray(a, wide) for a in (cos, sin))
-    x, target = (a.view(np.uint16) if a.dtype.name == "bfloat16" else a for a in (x, target))
-    _core.append(x, target, scale, code, group, first, second, cos, sin, interleaved, threads.number)
-    return True
-
-
 def ffi_handlers() -> dict[str, Any]:
     """The handlers of XLA's foreign function interface by their names, as capsules (core/ffi.cpp)."""
     return _core.ffi_handlers()
@@ -297,10 +270,7 @@ def _extra(problem: Problem, extras: Extras) -> Any:
     if extras.sinks is not None:
         sinks = np.ascontiguousarray(extras.sinks, np.float64)
     how = problem.quantised
-    codes = None, None, 0, 0
-    if how is not None:
-        scales = (x if x.strides[-1] == x.itemsize else np.ascontiguousarray(x) for x in (extras.k_scale, extras.v_scale))
-        codes = *scales, CODES[how.kind], how.group
+    codes = (None, None, 0, 0) if how is None else (*map(dense, (extras.k_scale, extras.v_scale)), *numbers(how))
     pages = extras.block_table, extras.page_size
     by_position = None if extras.distances is None else np.ascontiguousarray(extras.distances), gates
     of = problem.selection
