@@ -270,9 +270,11 @@ def _extra(problem: Problem, extras: Extras) -> Any:
     if extras.sinks is not None:
         sinks = np.ascontiguousarray(extras.sinks, np.float64)
     how = problem.quantised
-    codes = (None, None, 0, 0) if how is None else (*map(dense, (extras.k_scale, extras.v_scale)), *numbers(how))
+    scales = (None, None) if how is None else (dense(extras.k_scale), dense(extras.v_scale))
     pages = extras.block_table, extras.page_size
     by_position = None if extras.distances is None else np.ascontiguousarray(extras.distances), gates
     of = problem.selection
     selected = (None, 1, 1) if of is None else (of.lists(), of.block, of.rows)
-    return _core.Extra(extras.bias, slopes, offset, sinks, *pages, extras.seed, *codes, *by_position, *selected)
+    return _core.Extra(
+        extras.bias, slopes, offset, sinks, *pages, extras.seed, *scales, *numbers(how), *by_position, *selected
+    )
