@@ -18,7 +18,7 @@ from .operands import Options, Side, number
 
 @dataclass(frozen=True, eq=False)
 class Bias:
-    """A sum of terms, None for each that is missing. `+` adds another Bias or an array.
+    """A sum of terms, None for each that is missing. `+` adds another Bias or an array, which comes second in MLX.
 
     array broadcasts to [B, Hq, Tq, Tk]. slopes: [Hq] or [B, Hq]. table: [Hq, R] or [B, Hq, R], with its origin.
     log_f: [B, Tk, Hq]. prune: the share of its weight that a row may lose, only if log_f is the only term.
@@ -62,7 +62,8 @@ def alibi(slopes: Array) -> Bias:
         slopes: [Hq] or [B, Hq], floating.
 
     Returns:
-        A value for `bias=`; `+` adds another bias to it.
+        A value for `bias=`; `+` adds another bias to it. With MLX, write Saccade's term first: `alibi(slopes) + array`,
+        because MLX's own `+` refuses other types.
 
     Raises:
         TypeError: slopes is not an array.
@@ -182,8 +183,8 @@ def _table_gradient(distances: Any, R: int, origin: int, Tk: int) -> Any:
 def _at_distances(table: Any, origin: int, low: int, stop: int) -> Any:
     # table[..., clip(x + origin, 0, R - 1)] for x from low to stop. It uses slices, because a GPU sums the
     # gradient of indexing in no fixed order
-    table = table[None] if len(table.shape) == 2 else table
     join, spread = _functions(table)
+    table = table[None] if len(table.shape) == 2 else table
     left, middle, right = _pieces(table.shape[-1], origin, low, stop)
     ends = [spread(x, (*table.shape[:-1], n)) for x, n in ((table[..., :1], left), (table[..., -1:], right))]
     return join([ends[0], table[..., middle], ends[1]], -1)
@@ -222,11 +223,15 @@ def _functions(x: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     # concatenate and broadcast_to of x's framework
     if isinstance(x, np.ndarray):
         return np.concatenate, np.broadcast_to
-    torch = sys.modules.get("torch")
+    torch, jax, mlx = (sys.modules.get(name) for name in ("torch", "jax", "mlx.core"))
     if torch is not None and isinstance(x, torch.Tensor):
         return torch.cat, torch.broadcast_to
-    mlx: Any = sys.modules["mlx.core"]
-    return mlx.concatenate, mlx.broadcast_to
+    if jax is not None and isinstance(x, jax.Array):
+        return jax.numpy.concatenate, jax.numpy.broadcast_to
+    if mlx is not None and isinstance(x, mlx.array):
+        return mlx.concatenate, mlx.broadcast_to
+    kind = type(x).__name__
+    raise TypeError(f"the table of relative is {kind}; expected a NumPy, torch, JAX or MLX array: convert it first")
 
 
 def _sum(x: Any, y: Any) -> Any:

@@ -24,7 +24,7 @@ def plain(q, k, v, **options):
 
 
 def scores(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0, slopes=None, first=0, chunk=0, qv=None):
-    """[Hq, Sq, Sk], -inf where a query does not see a key; keys before `first` are missing."""
+    """[Hq, Sq, Sk], -inf where a query does not see a key; keys before `first` are missing, and chunks start there."""
     q, k = (q, k) if qv is None else (torch.cat([q, qv], -1), torch.cat([k, v], -1))
     q, k = q.double(), k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
     s = torch.einsum("ihd,jhd->hij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -36,7 +36,7 @@ def scores(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0, s
     right = 0 if causal else right
     seen = (j >= first) & ((left < 0) | (j >= i - left)) & ((right < 0) | (j <= i + right))
     if chunk:
-        seen = seen & (i // chunk == j // chunk)
+        seen = seen & ((i - first) // chunk == (j - first) // chunk)
     return s.masked_fill(~seen, float("-inf"))
 
 

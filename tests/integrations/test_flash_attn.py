@@ -194,6 +194,13 @@ REFUSED = {
     "packed kv": (
         lambda: ours.flash_attn_varlen_kvpacked_func(X[0], rand(4, 3, 2, D), CU, CU, 3, 3), ValueError, "kv has shape",
     ),
+    "q in rows of a batch": (
+        lambda: ours.flash_attn_varlen_func(X, X, X, CU[:2] // 3, CU[:2] // 3, 1, 1), ValueError,
+        r"q has shape \[1, 4, 2, 16\]; expected \[total, heads, D\], packed",
+    ),
+    "v in rows of a batch": (
+        lambda: ours.flash_attn_varlen_func(X[0], X[0], X[:1], CU, CU, 3, 3), ValueError, r"v has shape \[1, 4, 2",
+    ),
     "float bounds": (lambda: packed_call(CU.float(), CU), ValueError, "cu_seqlens_q is torch.float32"),
     "2-D bounds": (lambda: packed_call(CU, CU[None]), ValueError, r"cu_seqlens_k is torch.int32 \[1, 3\]"),
     "bounds beyond": (lambda: packed_call(CU, CU + 1), ValueError, r"cu_seqlens_k is \[1, 4, 5\]; .* at most 4"),

@@ -8,7 +8,7 @@ import torch
 from saccade import Unsupported
 from saccade.integrations import flash_attn_3 as ours
 
-from .flash_reference import HK, HQ, SK, SQ, B, D, close, rand, sequences, wanted
+from .flash_reference import HK, HQ, SK, SQ, B, D, close, paged, plain, rand, sequences, wanted
 
 DV = 8
 OPTIONS = {
@@ -101,6 +101,33 @@ def test_rotary_positions_may_start_elsewhere(causal, ragged) -> None:
     rotary = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": False, "rotary_seqlens": ints(*first)}
     found = ours.flash_attn_with_kvcache(given[0], *caches, *given[1:], **rotary, **where)
     torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize("kind", ["rows", "pages", "graph", "without a cache"])
+@pytest.mark.parametrize("options", [{"causal": True}, {}, {"window": (2, 1)}], ids=str)
+def test_chunks_start_after_the_left_padding(kind, options) -> None:
+    """As in hopper/seqlen.h and mask.h, where positions count from leftpad_k."""
+    pad, lengths = [3, 1], [SK, 6]
+    q, k, v = rand(B, SQ, HQ, D), rand(B, SK, HK, D, seed=1), rand(B, SK, HK, DV, seed=2)
+    given = {"causal": options.get("causal", False), "attention_chunk": 4}
+    left, right = options.get("window", (-1, -1))
+    if kind == "without a cache":
+        o = ours._flash_attn_forward(
+            q, k, v, leftpad_k=ints(*pad), seqused_k=ints(*lengths), window_size_left=left, window_size_right=right,
+            **given,
+        )[0]  # fmt: skip
+    else:
+        where = {"cache_seqlens": ints(*lengths), "cache_leftpad": ints(*pad), "window_size": (left, right)}
+        cache = k, v
+        if kind == "pages":
+            (pages, table), (values, _) = (paged(x.flatten(0, 1), ints(0, SK, 2 * SK), 4) for x in (k, v))
+            cache, where = (pages, values), where | {"page_table": table}
+        call = ours.flash_attn_with_kvcache
+        if kind == "graph":
+            call = torch.compile(call, backend="aot_eager", fullgraph=True)
+        o = call(q, *cache, **where, **given)
+    for b, n in enumerate(lengths):
+        close(o[b], plain(q[b], k[b, :n], v[b, :n], first=pad[b], chunk=4, **options)[0], b)
 
 
 X = rand(B, SQ, HQ, D)

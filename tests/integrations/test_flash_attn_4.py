@@ -141,6 +141,10 @@ def test_keys_that_are_the_values() -> None:
     want, want_lse = plain(q[0], kv[0], kv[0])
     close(o[0], want)
     close(lse[0].mT, want_lse)
+    for function, given in ((ours.flash_attn_func, {}), (ours.flash_attn_varlen_func, {"seqused_k": ints(4)})):
+        with pytest.raises(Unsupported, match="FlashAttention-4 drops q: give qv as q"):
+            function(q, kv, kv, q, **given)
+        assert function(q, kv, kv.clone(), q, **given)[0].shape == q.shape
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "qv"])

@@ -261,6 +261,10 @@ WRONG = {
     ),
     "buffer": (lambda: ours._flash_attn_backward(*BACKWARD, K, K, K, *REST), ValueError, "dq has shape .*, like q"),
     "array": (lambda: ours._flash_attn_backward(None, *BACKWARD[1:], Q, K, K, *REST), TypeError, "dout is NoneType"),
+    "rows of a batch": (
+        lambda: ours._flash_attn_varlen_forward(Q[:1], K[:1], K[:1], ints(0, 1), ints(0, 1), *PACKED[5:]), ValueError,
+        r"q has shape .* expected \[total, heads, D\]",
+    ),
     "slopes": (
         lambda: ours._flash_attn_varlen_forward(*PACKED, alibi_slopes=torch.rand(HQ)), Unsupported,
         "call flash_attn_varlen_func",

@@ -193,6 +193,31 @@ def test_vmap_over_sinks() -> None:
         np.testing.assert_array_equal(got, jax.grad(lambda s: attention(q, k, v, sinks=s).sum())(one))
 
 
+@pytest.mark.parametrize("name", VMAPPED)
+def test_vmap_over_nothing(name: str) -> None:
+    mask, options = VMAPPED[name]
+    q, k, v = (jnp.zeros((0, *x.shape)) for x in rows(HQ, HK, HK))
+    gradient = jax.grad(lambda *a: (attention(*a, mask, **options) ** 2).sum(), (0, 1, 2))
+    mapped = jax.vmap(gradient, (0, 1, None))(q, jnp.moveaxis(k, 0, 1), rows(HK)[0])
+    assert [x.shape for x in mapped] == [q.shape, k.shape, v.shape]
+
+
+def test_a_sum_of_two_tables() -> None:
+    q, k, v = rows(HQ, HK, HK)
+    tables = [jnp.linspace(-1, 1, HQ * n).reshape(HQ, n) for n in (3, 40)]
+
+    def total(tables, arrays=(q, k, v)):
+        return (attention(*arrays, bias=saccade.relative(tables[0], 1) + saccade.relative(tables[1], 30)) ** 2).sum()
+
+    on_numpy = [np.asarray(x) for x in tables]
+    bias = saccade.relative(on_numpy[0], 1) + saccade.relative(on_numpy[1], 30)
+    want = (saccade.attention(*map(np.asarray, (q, k, v)), bias=bias) ** 2).sum()
+    assert abs(total(tables) - want) < 1e-5 * want
+    for found, x in zip(jax.jit(jax.grad(total))(tables), tables, strict=True):
+        assert found.shape == x.shape
+        assert abs(found).max() > 0
+
+
 def test_seed_may_be_traced() -> None:
     q, k, v = rows(HQ, HK, HK)
     attend = jax.jit(lambda seed: attention(q, k, v, dropout=0.4, seed=seed))

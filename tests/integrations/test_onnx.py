@@ -160,6 +160,16 @@ def test_alibi() -> None:
     near(run(exported(model, inputs), inputs), inputs, masks.causal(), slopes=slopes)
 
 
+@pytest.mark.parametrize("make", [masks.keys, lambda n: masks.keys(n) & masks.window(3, 2)], ids=["keys", "window"])
+def test_alibi_counts_from_the_end_of_the_keys_in_use(make: Callable) -> None:
+    slopes = np.linspace(0.1, 1, HQ, dtype=np.float32)
+    inputs = [*rows(), np.array([14, 5])]
+    model = Model(make, bias=saccade.alibi(torch.from_numpy(slopes)))
+    proto = exported(model, inputs, dynamic=True)
+    for case in (inputs, [*rows(9, 20, 3), np.array([20, 9, 3])]):
+        near(run(proto, case), case, make(case[3]), slopes=slopes, stop=case[3])
+
+
 # ONNX Runtime multiplies by a scale in float32
 @pytest.mark.parametrize("dtype, atol", [("float16", 4e-3), ("float64", 2e-7)])
 def test_other_dtypes(dtype: str, atol: float) -> None:
@@ -181,6 +191,7 @@ REFUSED = {
     "gates": (Model(masks.causal(), bias=saccade.gates(-torch.ones(B, TK, HQ))), "no log_f"),
     "dropout": (Model(dropout=0.1, seed=3), "no dropout"),
     "lse": (Model(return_lse=True), "no lse"),
+    "max": (Model(return_max=True), "no max and no entropy"),
     "negative": (Model(scale=-1.0), "above 0"),
     "tiles": (Model(masks.tiles([[1, 0]], 12)), "masks of tiles"),
     "packed": (Model(masks.documents(cu_seqlens=[0, 4, 15])), "masks of packed"),

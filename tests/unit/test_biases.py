@@ -104,6 +104,7 @@ def test_long_sums_keep_their_digits(rng) -> None:
         (lambda x, log: gates(log[0]), ValueError, r"\[B, Tk, Hq\]"),
         (lambda x, log: relative(log, 0.5), TypeError, "origin"),
         (lambda x, log: relative([1.0], 0), TypeError, "an array"),
+        (lambda x, log: relative(memoryview(x[0, 0]), 0) + relative(x[0, 0], 1), TypeError, "table of .* is memo"),
         (lambda x, log: attention(x, x, x, bias=gates(log)), ValueError, "causal"),
         (lambda x, log: attention(x, x, x, mask.window(3, 1), bias=gates(log)), ValueError, "later key"),
         (lambda x, log: attention(x, x, x, mask.causal(), bias=gates(-log)), ValueError, "none above 0"),

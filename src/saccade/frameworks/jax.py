@@ -167,9 +167,8 @@ class JaxCall(NamedTuple):
                 )
             else:
                 rows = {name: _joined(x, size, axes[name]) for name, x in arrays.items() if name in ROWS}
-                results = jax.tree.map(
-                    lambda x: x.reshape(size, x.shape[0] // size, *x.shape[1:]), function({**arrays, **rows})
-                )
+                B = arrays["q"].shape[1 if axes["q"] else 0]
+                results = jax.tree.map(lambda x: x.reshape(size, B, *x.shape[1:]), function({**arrays, **rows}))
             return results, jax.tree.map(lambda _: True, results)
 
         mapped.def_vmap(rule)

@@ -1,12 +1,13 @@
 """Attention on MLX arrays, with gradients: Metal kernels on an Apple GPU, the CPU core on MLX's CPU device.
 
 On a GPU a call becomes a part of MLX's lazy graph. On the CPU it needs the numbers immediately, so it works under
-`mx.grad` but not under `mx.compile`. `mx.vmap` does not support custom kernels; use `integrations.mlx.vmap`. Bias,
-slopes and sinks have no gradients here.
+`mx.grad` but not under `mx.compile`. `mx.vmap` does not support custom kernels; use `integrations.mlx.vmap`. The
+gradients of biases, slopes, tables, gates and sinks need the numbers immediately on both devices.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -20,21 +21,27 @@ from ..errors import Unsupported
 from ..operands import Request
 from ..problem import check_gradients
 from . import numpy as host
-from .call import PlannedCall, first_keys, prepare, rows_of, spec
+from .call import PlannedCall, first_keys, gradients_of, prepare, rows_of, spec
 
 Array = NDArray[Any]
 KINDS: dict[Any, str] = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16", mx.float64: "float64"}
 
 
 def attention(q: mx.array, k: mx.array, v: mx.array, request: Request, verb: str) -> tuple[mx.array, mx.array]:
-    """(o, lse) of `saccade.attention`, differentiable with respect to q, k and v; verb: as for NumPy arrays."""
+    """(o, lse) of `saccade.attention`, differentiable with respect to all MLX arrays; verb: as for NumPy arrays."""
     _same(q, k, v)
     if request.options.return_max or request.options.return_entropy:
         raise Unsupported("mlx", ["return_max and return_entropy are for NumPy and torch: convert q, k and v"])
     if request.options.dropout and request.seed is None:
         # the backward must drop the same weights as the forward
         request = request._replace(seed=int(np.random.default_rng().integers(1 << 63)))
-    o, lse = MlxCall(request).differentiable(verb)(q, k, v)
+    call = MlxCall(request)
+    side = {name: x for name, x in request.side._asdict().items() if isinstance(x, mx.array)}
+    inputs = [q, k, v, *side.values()]
+    o, lse = call.differentiable(verb, inputs)(q, k, v)
+    fixed = [mx.stop_gradient(x) for x in (q, k, v, o, lse)]
+    for name, x in side.items():
+        o, lse = (y + zeros for y, zeros in zip((o, lse), call.zeros(name, inputs)(x, *fixed), strict=True))
     return o, lse
 
 
@@ -49,7 +56,6 @@ def attention_backward(
 def decode(q: mx.array, cache: Any, request: Request) -> tuple[mx.array, mx.array]:
     """(o, lse) of new queries over cache.k and cache.v, MLX arrays; cache.lengths [B] is a NumPy array."""
     _same(q, cache.k, cache.v)
-    request = request._replace(side=request.side.checked(_host))
     longest, request = first_keys(cache, np.asarray(cache.lengths), request)
     return attention(q, cache.k[:, :longest], cache.v[:, :longest], request, "decode")
 
@@ -60,13 +66,31 @@ class MlxCall:
     def __init__(self, request: Request):
         self.request = request._replace(side=request.side.checked(_host))
 
-    def differentiable(self, verb: str) -> Any:
-        """A function (q, k, v) -> [o, lse] with its gradient."""
+    def differentiable(self, verb: str, inputs: list[mx.array]) -> Any:
+        """A function (q, k, v) -> [o, lse] with its gradient; inputs: all MLX arrays of the call."""
         function = mx.custom_function(partial(self.forward, verb))
 
         def vjp(primals: Any, cotangents: Any, outputs: Any) -> Any:
             q, k, v = primals
-            return self.backward(q, k, v, Outputs(*outputs, *cotangents), frozenset())[:3]
+            gradients = self.backward(q, k, v, Outputs(*outputs, *cotangents), frozenset())[:3]
+            return first_order(gradients, *inputs, *cotangents)
+
+        function.vjp(vjp)
+        return function
+
+    def zeros(self, name: str, inputs: list[mx.array]) -> Any:
+        """A function (x, q, k, v, o, lse) -> zeros like [o, lse], whose gradient is that of the call's side array x.
+
+        MLX does not tell a vjp which gradients are needed. It calls that of this function only if x needs one.
+        """
+        # x + -0.0 has the bits of x
+        function = mx.custom_function(lambda *arrays: [mx.full(y.shape, -0.0, y.dtype) for y in arrays[4:]])
+
+        def vjp(primals: Any, cotangents: Any, _: Any) -> Any:
+            _, q, k, v, o, lse = primals
+            more = self.backward(q, k, v, Outputs(o, lse, *cotangents), frozenset([name]))[3]
+            gradients = first_order([to_mlx(more[name])], *inputs, *cotangents)
+            return *gradients, *map(mx.zeros_like, primals[1:])
 
         function.vjp(vjp)
         return function
@@ -96,10 +120,11 @@ class MlxCall:
             *gradients, more = host.attention_backward(*arrays, on_cpu, self.request, grads)
             dq, dk, dv = map(to_mlx, gradients)
         else:
-            planned, inputs = self._planned(q, k, v, frozenset())
+            planned, inputs = self._planned(q, k, v, grads)
             check_gradients(planned.problem, {name: spec(described(x), "mlx") for name, x in rows.items()})
             outputs = Outputs(**rows)
             *gradients, more = planned.backend.backward(planned.problem, planned.plan, inputs, outputs, grads=grads)
+            more = gradients_of(self.request, more, planned.problem.Tk)
             dq, dk, dv = (_whole(x, q.dtype) for x in gradients)
         return (dq[0], dk[0], dv[0], more) if lifted else (dq, dk, dv, more)
 
@@ -108,6 +133,19 @@ class MlxCall:
     ) -> tuple[PlannedCall, Inputs]:
         planned, extras = prepare("mlx", described(q), described(k), described(v), self.request, grads)
         return planned, Inputs(q, k, v, extras)
+
+
+def first_order(gradients: Sequence[mx.array], *inputs: mx.array) -> list[mx.array]:
+    """These gradients, which were computed from `inputs`; a derivative of them raises Unsupported."""
+
+    def vjp(*_: Any) -> Any:
+        raise Unsupported("mlx", ["second derivatives are not supported for MLX arrays: torch tensors have them"])
+
+    # to MLX, gradients that the CPU core computed are constants, with derivatives of 0
+    function = mx.custom_function(lambda *arrays: list(arrays[: len(gradients)]))
+    function.vjp(vjp)
+    results: Any = function(*gradients, *inputs)
+    return list(results)
 
 
 def on_host(backend: str | None) -> bool:

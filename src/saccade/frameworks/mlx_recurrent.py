@@ -15,7 +15,7 @@ import numpy as np
 from ..backends import choose_recurrent
 from ..recurrent.family import Family
 from .call import spec
-from .mlx import KINDS, described, on_host, to_mlx, to_numpy
+from .mlx import KINDS, described, first_order, on_host, to_mlx, to_numpy
 from .numpy import carrier
 from .numpy_recurrent import prepare, restored
 
@@ -29,7 +29,7 @@ def compute(family: Family, arrays: dict[str, Any], options: Any) -> tuple[mx.ar
     fixed = {n: _integers(x) for n, x in arrays.items() if n in family.integers}
     call = _Recurrence(family, names, fixed, options)
     function = mx.custom_function(call.forward)
-    function.vjp(lambda primals, cotangents, _: call.backward(tuple(primals), cotangents))
+    function.vjp(lambda x, cotangents, _: first_order(call.backward(tuple(x), cotangents), *x, *cotangents))
     results: Any = function(*(arrays[n] for n in names))
     return tuple(results)
 

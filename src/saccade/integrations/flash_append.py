@@ -11,7 +11,7 @@ from ..api import decode
 from ..caches.ragged import attend_ragged
 from ..caches.sequences import bounds_of
 from ..errors import Unsupported
-from ..mask import Mask, full, keys
+from ..mask import Mask, full
 from .flash_arguments import (
     check_bounds,
     check_integers,
@@ -21,7 +21,7 @@ from .flash_arguments import (
     needs_gradient,
     outside_graphs,
 )
-from .flash_packed import JOIN, check_qv, joined
+from .flash_packed import JOIN, check_qv, from_first, joined
 from .flash_places import CacheArguments, NewTokens, append, entries, rotated_both
 
 
@@ -36,23 +36,28 @@ def attend_cache(call: CacheArguments) -> tuple[Tensor, Tensor]:
         check_numbers(call.softmax_scale, call.softcap)
         new = _new_tokens(call, B)
         at = entries(call, B, new)
-        q, k, mask = call.q, new.k, call.mask
+        q, k = call.q, new.k
         if call.cos is not None and call.sin is not None and k is not None:
             q, k = rotated_both(call, at, new)
         if call.cache_leftpad is not None:
             _check_padding(call.cache_leftpad, B, at.capacity)
-            real = keys(call.cache_leftpad.to(q.device).int(), at.after.int())
-            mask = real if mask is None else mask & real
+
+        def mask(Tq: int) -> Mask | None:
+            if call.cache_leftpad is None:
+                return call.mask
+            first = call.cache_leftpad.to(call.q.device).int()
+            return from_first(call.mask, first, at.after.int(), (Tq, at.capacity))
+
         if k is not None:
             if not torch.compiler.is_compiling():
                 # a call without queries, which raises any error of attention before anything is written
                 nothing = call.q.new_empty(B, 0, *call.q.shape[-2:])
-                _attend(call._replace(cu_q=None), nothing, at.cache(call.k_cache, call.v_cache), mask)
+                _attend(call._replace(cu_q=None), nothing, at.cache(call.k_cache, call.v_cache), mask(0))
             append(call, at, new._replace(k=k))
         k_cache, v_cache = call.k_cache, call.v_cache
         if call.qv is not None:
             q, k_cache = joined(q, k_cache[:B], v_cache[:B], call.qv)
-        o, lse = _attend(call, q, at.cache(k_cache, v_cache, call.cu_q is not None), mask)
+        o, lse = _attend(call, q, at.cache(k_cache, v_cache, call.cu_q is not None), mask(q.shape[1]))
     return o, lse.mT
 
 

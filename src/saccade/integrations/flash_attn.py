@@ -22,7 +22,7 @@ from . import bert_padding
 from .flash_arguments import check_numbers, check_packed, check_tensor, mask_of, outside_graphs
 from .flash_cache import flash_attn_with_kvcache
 from .flash_options import FlashOptions, attend_flash, slices_of
-from .flash_packed import Sequences, attend_pages, check_sequences, packed_mask
+from .flash_packed import Sequences, attend_pages, check_rows, check_sequences, packed_mask
 from .flash_private import backward as _flash_attn_backward
 from .flash_private import forward as _flash_attn_forward
 from .flash_private import varlen_backward as _flash_attn_varlen_backward
@@ -156,6 +156,7 @@ def flash_attn_varlen_func(
     """
     numbers = dropout_p, softmax_scale, causal, window_size, softcap
     options = FlashOptions(*numbers, alibi_slopes, deterministic, return_attn_probs)
+    check_rows(q, k, v, block_table is not None)
     cu, equal, own_slopes = (cu_seqlens_q, cu_seqlens_k), len(q) == len(k), False
     same = equal and cu_seqlens_q is cu_seqlens_k
     if alibi_slopes is not None:

@@ -51,7 +51,7 @@ def flash_attn_func(
         q: [B, Sq, Hq, D].
         k: [B, Sk, Hk, D]; Hk divides Hq.
         v: [B, Sk, Hk, Dv].
-        qv: [B, Sq, Hq, Dv]; the scores are softmax_scale (q · k + qv · v).
+        qv: [B, Sq, Hq, Dv]; the scores are softmax_scale (q · k + qv · v). Not with k that is v and has 512 columns.
         softmax_scale: factor of q · k; None for 1/sqrt(D), with qv 1/sqrt(D + Dv).
         causal: hide keys after a query's own position.
         window_size: (left, right), how many keys before and after its position a query sees; None for no bound.
@@ -77,6 +77,7 @@ def flash_attn_func(
     refuse(block_sparse_tensors_bwd=block_sparse_tensors_bwd)
     mask = signed_mask_of(causal, window_size)
     _check_sink(q, learnable_sink)
+    _check_shared(k, v, qv)
     scores = Scores(mask, softmax_scale, softcap, deterministic, qv, learnable_sink)
     return _result(q, k, v, scores, attend(q, k, v, Sequences(), scores), return_lse)
 
@@ -139,6 +140,7 @@ def flash_attn_varlen_func(
     refuse(aux_tensors=aux_tensors, aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors)
     mask = signed_mask_of(causal, window_size)
     _check_sink(q, learnable_sink)
+    _check_shared(k, v, qv)
     scores = Scores(mask, softmax_scale, softcap, deterministic, qv, learnable_sink)
     at = Sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     pair = attend(q, k, v, at, scores) if page_table is None else _over_pages(q, k, v, at, page_table, scores)
@@ -206,6 +208,16 @@ def _check_sink(q: Tensor, sink: Any) -> None:
         raise ValueError(f"learnable_sink has shape {list(sink.shape)}; expected {list(q.shape[-2:-1])}, one per head")
 
 
+def _check_shared(k: Tensor, v: Tensor, qv: Any) -> None:
+    if qv is not None and _shared(k, v):
+        reason = f"k is v and has {SHARED} columns, where FlashAttention-4 drops q: give qv as q, or v.clone() as v"
+        raise Unsupported("flash_attn", [reason])
+
+
+def _shared(k: Any, v: Any) -> bool:
+    return k is v and isinstance(v, Tensor) and v.shape[-1] == SHARED
+
+
 def _over_pages(q: Tensor, k: Tensor, v: Tensor, at: Sequences, table: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
     check_numbers(scores.softmax_scale, scores.softcap)
     if at.used_k is None or at.cu_k is not None:
@@ -237,8 +249,7 @@ def _result(
     q: Tensor, k: Tensor, v: Tensor, scores: Scores, pair: tuple[Tensor, Tensor], return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     o, lse = pair
-    shared = k is v and v.shape[-1] == SHARED
-    if scores.qv is not None or shared:
+    if scores.qv is not None or _shared(k, v):
         lse = lse.mT
     if return_lse:
         return o, lse

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import and_
 from typing import Any, NamedTuple
 
 import torch
@@ -91,7 +93,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, at: Sequences, scores: Scores) -> tu
 def laid_out(q: Tensor, k: Tensor, v: Tensor, at: Sequences, mask: Mask | None) -> tuple[Tensor, Tensor, Tensor, Any]:
     """q, k, v and the mask for `attention`: rows of a batch, or one row of packed sequences."""
     if not at.packed:
-        return q, k, v, _used_keys(mask, at, k)
+        return q, k, v, _used_keys(mask, at, q, k)
     rows, cu_q = _flat("q", q, at.cu_q)
     tokens, cu_k = _flat("k", k, at.cu_k)
     values, _ = _flat("v", v, at.cu_k)
@@ -124,6 +126,14 @@ def check_sequences(cu_q: Any, cu_k: Any, rows: int, tokens: int | None) -> None
         raise ValueError(f"cu_seqlens_k describes {len(cu_k) - 1} sequences; {wanted}")
 
 
+def check_rows(q: Tensor, k: Tensor, v: Tensor, pages: bool = False) -> None:
+    """Raise unless q, k and v are packed, [total, heads, D]; pages: k and v are pages, which are not checked."""
+    for name, x in (("q", q),) if pages else (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+        if x.dim() != 3:
+            raise ValueError(f"{name} has shape {list(x.shape)}; expected [total, heads, D], packed by cu_seqlens")
+
+
 def packed_mask(mask: Mask | None, at: Sequences, equal: bool) -> Mask:
     """The mask of packed sequences, with `mask` inside each; equal: whether q is as long as k."""
     cu_q, cu_k = at.cu_q, at.cu_k
@@ -144,6 +154,20 @@ def packed_mask(mask: Mask | None, at: Sequences, equal: bool) -> Mask:
         of_q, of_k = [start, *of_q], [first, first + at.first_k.to(first.device), end_k, end_k]
     bounds = [torch.cat([torch.stack(parts, 1).flatten(), cu[-1:]]).int() for parts, cu in ((of_q, cu_q), (of_k, cu_k))]
     return documents(cu_q=bounds[0], cu_k=bounds[1], each=full() if mask is None else mask)
+
+
+def from_first(mask: Mask | None, first: Tensor, stop: Tensor, sizes: tuple[int, int]) -> Mask:
+    """`mask` over the keys from `first` to `stop`, int [B]; chunks count from the first key. sizes: Tq and Tk."""
+    members = [keys(first, stop)]
+    for member in () if mask is None else mask.children if mask.kind == "and" else (mask,):
+        if member.kind == "chunked":
+            size: Any = member.args[0]
+            # the positions of row 0 and of key 0, counted from the first key
+            starts = zip(sizes, (stop - sizes[0] - first, -first), strict=True)
+            ids = [(torch.arange(n, device=x.device) + x[:, None]) // size for n, x in starts]
+            member = documents(*(x.int() for x in ids))
+        members.append(member)
+    return reduce(and_, members)
 
 
 def attend_pages(
@@ -196,7 +220,7 @@ def _flat(name: str, x: Tensor, cu: Any) -> tuple[Tensor, Tensor]:
     return x.flatten(0, 1), torch.arange(B + 1, dtype=torch.int32, device=x.device) * S
 
 
-def _used_keys(mask: Mask | None, at: Sequences, k: Tensor) -> Mask | None:
+def _used_keys(mask: Mask | None, at: Sequences, q: Tensor, k: Tensor) -> Mask | None:
     # the mask of rows of a batch: `mask`, bottom-right in the keys in use
     if at.used_k is None and at.first_k is None:
         return mask
@@ -206,8 +230,10 @@ def _used_keys(mask: Mask | None, at: Sequences, k: Tensor) -> Mask | None:
         lengths = at.used_k
     if at.first_k is not None:
         _check_used("leftpad_k", at.first_k, lengths)
-    seen = keys(lengths) if at.first_k is None else keys(at.first_k, lengths)
-    return seen if mask is None else mask & seen
+    if at.first_k is None:
+        return keys(lengths) if mask is None else mask & keys(lengths)
+    Tq, Tk = (x.shape[1] if x.dim() == 4 else 0 for x in (q, k))
+    return from_first(mask, at.first_k.to(lengths.device), lengths, (Tq, Tk))
 
 
 def _ends(side: str, cu: Tensor, used: Any) -> tuple[Tensor, Tensor]:

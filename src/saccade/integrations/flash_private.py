@@ -17,7 +17,7 @@ from ..mask import Mask
 from .flash_arguments import Forward, bias_of, check_numbers, mask_of, needs_gradient
 from .flash_backward import Backward, write_gradients
 from .flash_options import FlashOptions, attend_flash
-from .flash_packed import Sequences, attend_pages, check_sequences, packed_mask
+from .flash_packed import Sequences, attend_pages, check_rows, check_sequences, packed_mask
 
 NO_GRAPH = "_flash_attn_forward records no graph: call flash_attn_func, or the backward function by hand"
 
@@ -74,6 +74,7 @@ def varlen_forward(
     window = window_size_left, window_size_right
     options = FlashOptions(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, True, return_softmax)
     mask, at = mask_of(causal, window), Sequences(cu_seqlens_q, cu_seqlens_k, None, seqused_k, leftpad_k)
+    check_rows(q, k, v, block_table is not None)
     check_sequences(cu_seqlens_q, cu_seqlens_k, len(q), None if block_table is not None else len(k))
     if block_table is None:
         _refuse_slopes(at, alibi_slopes, len(q) == len(k))

@@ -38,7 +38,7 @@ def scaled_dot_product_attention(
         mask: None, "causal" (the last query is aligned with the last key), an array in MLX's form, or an expression of
             `saccade.mask`. `route(mask)` says which kernels compute it.
         sinks: [Hq], one logit per head that is included in the softmax but has no value; as in MLX, its dtype must not
-            be wider than that of q. With a mask of `saccade.mask` they have no gradient.
+            be wider than that of q.
         stream: the MLX stream or device on which to compute.
 
     Returns:

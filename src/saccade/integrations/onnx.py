@@ -50,7 +50,7 @@ def translation_table() -> dict[Any, Callable[..., Any]]:
     its own error.
 
     Returns:
-        A dict from Saccade's operator in torch to its translation.
+        A dict from Saccade's operators in torch to their translations.
 
     Examples:
         >>> from saccade.integrations.onnx import translation_table
@@ -58,7 +58,7 @@ def translation_table() -> dict[Any, Callable[..., Any]]:
         >>> options = {"dynamo": True, "opset_version": 23, "custom_translation_table": translation_table()}
         >>> program = torch.onnx.export(model, (x,), verbose=False, **options)
     """
-    return {torch.ops.saccade.forward.default: _attention}
+    return {torch.ops.saccade.forward.default: _attention, torch.ops.saccade.forward_more.default: _more}
 
 
 class _OnlyOutput(tuple[Any, ...]):
@@ -71,6 +71,10 @@ class _OnlyOutput(tuple[Any, ...]):
 
 def _unsupported(reason: str) -> Unsupported:
     return Unsupported("onnx", [reason])
+
+
+def _more(*_: Any) -> Any:
+    raise _unsupported("its Attention returns no max and no entropy: leave return_max and return_entropy out")
 
 
 def _attention(*arguments: Any) -> Any:
@@ -99,7 +103,7 @@ def _attention(*arguments: Any) -> Any:
             attributes["is_causal"] = 1
         else:
             allowed = positions.expanded(_pairs(mask, positions))
-    bias = _bias(a, positions)
+    bias = _bias(a, positions if mask is None else positions.with_stops(mask))
     if bias is not None and allowed is not None:
         bias = op.Where(allowed, bias, op.CastLike(op.Constant(value_float=float("-inf")), a.q))
     (_, _, Hq, D), (_, _, Hk, Dv) = a.q.shape, a.v.shape
@@ -151,9 +155,9 @@ class _Positions(NamedTuple):
         return op.Add(self.t, offset)
 
     def with_stops(self, chain: Mask) -> _Positions:
-        """The positions for the members of an `&` chain, whose keys(stop) set the position of the last query."""
+        """The positions in an `&` chain, or a chain of one; keys(stop) set the position of the last query."""
         stop = self.stop
-        for child in chain.children:
+        for child in chain.children if chain.kind == "and" else (chain,):
             if child.kind == "keys":
                 own = op.Max(op.Min(_value(child.args[1]), _value(self.lengths[1])), _constant(0))
                 stop = own if stop is None else op.Min(stop, own)
