@@ -94,9 +94,23 @@ def test_lab_without_its_packages_names_them_and_its_extra() -> None:
         (("verify", "--backend", "cuda"), "--backend is 'cuda'; expected one of cpu, triton, metal, webgpu"),
         (("verify", "--only", "zzz"), "--only is 'zzz', and no case has it in its name"),
         (("verify", "--dtype", "int8"), "--dtype has 'int8'; expected one of"),
-        (("verify", "--brief", "--tags", "all"), "--brief and --tags all are both given; give one of them"),
+        (("verify", "--brief", "--tags", "edge"), "--brief and --tags edge are both given; give one of them"),
+        (("verify", "--tags", "edge,primry"), "--tags has 'primry'; expected some of bench, edge, primary, slow, or"),
+        (("verify", "--tags", "all,edge"), "--tags has 'all'; expected some of"),
+        (("verify", "--seed", "-1"), "--seed is -1; expected at least 0"),
+        (("explain", "--q=-1x64x4x64"), "--q is '-1x64x4x64'; expected four integers"),
+        (("explain", "--q", "1x64x4x64", "--keys", "-2"), "--keys is -2; expected at least 0"),
+        (("explain", "--q", "1x64x4x64", "--kv-heads", "-2"), "--kv-heads is -2; expected at least 0"),
+        (("explain", "--q", "1x64x4x64", "--ranks", "-2"), "--ranks is -2; expected at least 0"),
+        (("explain", "--q", "1x64x4x64", "--batch", "-1"), "--batch is -1; expected at least 1"),
+        (("explain", "--q", "1x64x4x64", "--layout", "foo"), "--layout is 'foo'; expected one of contiguous"),
+        (("draw", "causal", "--q", "4", "--out", "/tmp"), "--out is '/tmp', which is a folder; name a file"),
         (("bench", "--only", "zzz"), "--only is 'zzz', and no case of this suite has it in its name"),
         (("bench", "--quick", "--out", "/nope/rows.csv"), "there is no folder '/nope'"),
+        (("bench", "--threads", "-1"), "--threads is -1; expected at least 0"),
+        (("bench", "--seconds", "nan"), "--seconds is nan; expected a finite number of at least 0"),
+        (("bench", "--out", "/tmp"), "--out is '/tmp', which is a folder; name a file"),
+        (("bench", "--quick", "--peers", "sdap"), "--peers has 'sdap'; expected some of sdpa, naive, none"),
         (("bench", "--read", "/nope"), "/nope: no such file or directory"),
         (("draw", "causal("), "cannot read the mask"),
         (("draw", "causal", "--queries", "0"), "--queries is 0; expected at least 1"),
@@ -120,6 +134,8 @@ def test_a_picture_in_a_missing_folder_makes_no_folder(tmp_path: Path) -> None:
     path = tmp_path / "none" / "x.svg"
     assert "make it first" in wrong("explain", "--q", "1x128x2x16", "--plot", str(path))
     assert not path.parent.exists()
+    path.mkdir(parents=True)
+    assert "is a folder; name a file" in wrong("explain", "--q", "1x128x2x16", "--plot", str(path))
 
 
 def test_the_picture_shows_the_mask_and_its_file_is_named(tmp_path: Path) -> None:
@@ -198,6 +214,13 @@ def test_a_wrong_result_is_named_and_gives_status_1(monkeypatch: pytest.MonkeyPa
     assert result.exit_code == 1
     assert result.stdout.splitlines()[-1] == "cpu      2 of 4 results are WRONG"
     assert "FAILED cpu float32 decode-1-64-300-T1-H8:2-D64 random o: error" in result.stderr
+
+
+@pytest.mark.parametrize("only", ["mla", "decode-2049"])
+def test_verify_takes_tags_with_spaces_and_the_names_it_prints(only: str) -> None:
+    text = call("verify", "--backend", "cpu", "--dtype", "float32", "--only", only, "--tags", "edge, primary")
+    assert only in text
+    assert "1 cases, " in text
 
 
 def test_the_table_of_verify_is_explained() -> None:

@@ -129,7 +129,7 @@ def test_generate(unbroken: tuple[Path, dict[str, Any]], tmp_path: Path) -> None
     assert "token/s" in plain.stderr
     greedy = [*model, "--json", "--temperature", 0]
     many = json.loads(saccade(*greedy, "--prompt", "def ", "--prompt", "import os, ").stdout)
-    assert many["new_tokens"] == 30
+    assert many["new_tokens"] == 2 * 30
     for prompt, text in zip(many["prompts"], many["texts"], strict=True):
         alone = json.loads(saccade(*greedy, "--prompt", prompt, "--chunk", 2).stdout)
         assert alone["texts"] == [text]

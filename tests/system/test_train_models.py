@@ -46,7 +46,7 @@ def test_models_of_equal_size_learn_and_continue_text(model, tmp_path) -> None:
     assert found["loss_last"] < found["loss_first"] - 0.2
     assert [Path(path).name for path in found["pictures"]] in ([], ["loss.svg"])
     words = ["--model", tmp_path / model, "--prompt", "def", "--prompt", "import argparse", "--tokens", 9, "--json"]
-    assert json.loads(saccade("generate", *words))["new_tokens"] == 9
+    assert json.loads(saccade("generate", *words))["new_tokens"] == 2 * 9
 
 
 def test_a_hybrid_resumes_to_the_same_bits(tmp_path) -> None:

@@ -217,7 +217,7 @@ def test_keep_trains_what_is_missing_and_keeps_what_is_finished(finished: Path, 
     before = {path.name: path.stat().st_mtime_ns for path in fresh.iterdir()}
     kept = saccade("train", "--out", fresh, "--again", "keep")
     assert kept.stderr.splitlines()[-1] == (
-        f"{fresh} holds a finished run of 4 steps, which is kept. To train from the start: "
+        f"{fresh} holds a finished run of 4 steps, which is kept. To train from the start, add the same options to: "
         f"saccade train --overwrite --out {fresh}"
     )
     assert {path.name: path.stat().st_mtime_ns for path in fresh.iterdir()} == before
@@ -279,6 +279,7 @@ FLAGS: dict[str, tuple[list[object], str]] = {
     "kv heads": (["--kv-heads", 3], "--heads 4 is not a multiple of --kv-heads 3"),
     "odd heads": (["--width", 20], "makes heads of odd size"),
     "vocab": (["--vocab", 100], "--vocab is 100; expected an integer from 257"),
+    "vocab of bytes": (["--vocab", 4096, "--tokenizer", "bytes"], "--vocab 4096 is for --tokenizer bpe"),
     "layers": (["--layers", 10**6], "--layers is 1000000"),
     "pictures": (["--pictures", "gif"], "--pictures is 'gif'; expected png or svg"),
 }

@@ -100,6 +100,22 @@ def test_a_kill_leaves_nothing_that_is_opened(files: list[Source], tmp_path: Pat
     assert whole.fingerprint == prepare(tmp_path / "unbroken", "bytes", files=files).fingerprint
 
 
+@pytest.mark.parametrize("name", ["a.txt", "config.json", "tokenizer.json"])
+def test_a_folder_with_other_files_stays_as_it_is(name: str, files: list[Source], tmp_path: Path) -> None:
+    def unread(_: str) -> None:
+        raise AssertionError("no file is read before the folder is refused")
+
+    folder = tmp_path / "own"
+    folder.mkdir()
+    for other in {"tokenizer.json", name}:
+        (folder / other).write_text("mine")
+    with pytest.raises(ValueError, match=rf"has no tokens.json but other files, such as {name}; name a new folder"):
+        prepare(folder, "bytes", files=files, say=unread)
+    assert {path.read_text() for path in folder.iterdir()} == {"mine"}
+    with pytest.raises(ValueError, match="is a file; name a new folder"):
+        prepare(folder / name, "bytes", files=files, say=unread)
+
+
 def test_damage_is_refused(files: list[Source], tmp_path: Path) -> None:
     folder = tmp_path / "tokens"
     prepare(folder, "bytes", files=files)

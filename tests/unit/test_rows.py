@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from saccade.cli.bench.clocks import by_clock, in_turn, timing
-from saccade.cli.bench.rows import NAN, Row, note, read, update, write
+from saccade.cli.bench.rows import NAN, Row, kept, note, read, update, write
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 ROW = Row("abc", "a device", "a driver", "a case", "saccade", "forward", median=0.25, error=0.0)
@@ -34,6 +35,29 @@ def test_what_was_not_measured_has_no_text(tmp_path: Path, capsys: pytest.Captur
     assert math.isnan(row.rate)
     assert math.isnan(row.allowed)
     assert "250 ms" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
+        (lambda line: line[:-1], "line 3: 20 cells; expected 21: remove the line"),
+        (lambda line: line + ",more", "line 3: 22 cells; expected 21"),
+        (lambda line: line.replace("0.25", "0.2.5"), "line 3: could not convert string to float: '0.2.5'; remove"),
+    ],
+)
+def test_a_damaged_line_is_named(spoil: Callable[[str], str], words: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    write(path, [ROW, replace(ROW, case="another case")])
+    path.write_text("\n".join((lines := path.read_text().splitlines())[:2] + [spoil(lines[2])]))
+    with pytest.raises(ValueError, match=rf"rows\.csv, {words}"):
+        read(path)
+
+
+def test_a_run_goes_on_after_a_line_that_a_kill_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    write(path, [ROW, replace(ROW, case="another case"), replace(ROW, case="a third case")])
+    path.write_text(path.read_text()[:-5])
+    assert [row.case for row in kept(path, (ROW.commit, ROW.device, ROW.driver))] == ["a case"]
 
 
 def test_notes_are_values_and_text() -> None:

@@ -39,9 +39,8 @@ def draw(
     from saccade.mask import drawing, parse
     from saccade.mask.text import brief
 
-    for name, value, least in (("queries", 1 if queries is None else queries, 1), ("keys", keys, 0), ("head", head, 0)):
-        if value < least:
-            show.fail(f"--{name} is {value}; expected at least {least}")
+    show.at_least(1, queries=queries)
+    show.at_least(0, keys=keys, head=head)
     show.folder_of(out, "--out")
     console = Console()
     unit, room = TILE if tiles else 1, _room(console, drawing.CELLS)

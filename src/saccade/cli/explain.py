@@ -44,18 +44,16 @@ def explain(
     """Print the plan (tiles, share skipped) and the cost (flops, bytes, bound) of a shape, a mask and a device."""
     from saccade.backends.places import planned
     from saccade.counting import costs, count
-    from saccade.plot.canvas import checked
 
+    show.at_least(0, kv_heads=kv_heads, keys=keys, v_dim=v_dim, ranks=ranks)
+    show.at_least(1, batch=batch)
+    show.picture(plot)
     try:
-        if plot:
-            checked(plot)
-            show.need("matplotlib")
-            show.folder_of(plot, "--plot")
         problem = describe(q, kv_heads, keys, v_dim, dtype, mask)
         machine = rates(device, problem)
         plan, kernels = planned(device, problem)
         preset = cost.MODELS[model] if model else None
-        shared = strategies(problem, ranks, layout, device) if ranks else {}
+        shared = strategies(problem, ranks, layout, device)
     except KeyError:
         show.fail(f"--model is {model!r}; expected one of {', '.join(cost.MODELS)}")
     except (ValueError, TypeError) as error:
@@ -66,7 +64,8 @@ def explain(
     if plot:
         from saccade.plot.costs import costs as draw
 
-        draw(verdicts, machine, plot, mask=problem.mask, queries=problem.Tq, keys=problem.Tk, batch=problem.B)
+        with show.plain_errors("explain"):
+            draw(verdicts, machine, plot, mask=problem.mask, queries=problem.Tq, keys=problem.Tk, batch=problem.B)
         typer.echo(f"drawn in {plot}", err=True)
     data = report(problem, plan, counted, verdicts, machine)
     if machine.tile_memory:
@@ -91,10 +90,10 @@ def describe(q: str, kv_heads: int, keys: int, v_dim: int, dtype: str, mask: str
     from saccade.operands import Request, Spec
     from saccade.problem import describe as check
 
-    try:
-        B, Tq, Hq, D = (int(n) for n in q.lower().split("x"))
-    except ValueError:
-        raise ValueError(f"--q is {q!r}; expected four integers BxTqxHqxD, e.g. 1x4096x32x128") from None
+    sizes = [size.strip() for size in q.lower().split("x")]
+    if len(sizes) != 4 or not all(size.isdecimal() for size in sizes):
+        raise ValueError(f"--q is {q!r}; expected four integers BxTqxHqxD, e.g. 1x4096x32x128")
+    B, Tq, Hq, D = map(int, sizes)
     if dtype not in cost.DTYPE_BYTES:
         raise ValueError(f"--dtype is {dtype!r}; expected one of {', '.join(cost.DTYPE_BYTES)}")
     Tk, Hk = keys or Tq, kv_heads or Hq
@@ -143,10 +142,16 @@ def entry() -> dict[str, Any]:
 
 
 def strategies(problem: Problem, ranks: int, layout: str, device: str) -> dict[str, str]:
-    """The cost of each way to divide the work among ranks; the choice of `strategy="auto"` comes first."""
+    """The cost of each way to divide the work among ranks; the choice of `strategy="auto"` comes first.
+
+    Empty for 0 ranks. Raises ValueError for an unknown layout, and as `summary`.
+    """
+    from saccade.distributed.layout import NAMED
     from saccade.distributed.strategy import summary
 
-    return summary(problem, ranks, layout, device)
+    if layout not in NAMED:
+        raise ValueError(f"--layout is {layout!r}; expected one of {', '.join(NAMED)}")
+    return summary(problem, ranks, layout, device) if ranks else {}
 
 
 def report(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from saccade.models.drafts import Draft
     from saccade.models.tokens import Tokenizer
 
+TOKENS = 200
 PROMPT = "class Reader:\n    def __init__(self, "
 
 
@@ -32,7 +33,7 @@ def generate(
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="File of prompts, one per line, or of JSON strings.")] = None,
     batch: Annotated[int | None, typer.Option(help="Prompts of --prompts that run at the same time. (8)")] = None,
-    tokens: Annotated[int, typer.Option(help="Largest number of new tokens.")] = 200,
+    tokens: Annotated[int | None, typer.Option(help="Most new tokens. (200, or fewer if the positions end)")] = None,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.7,
     top_k: Annotated[int, typer.Option(help="Draw from the k likeliest tokens; 0 from all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Draw from the fewest tokens whose probabilities reach this sum.")] = 0.9,
@@ -61,7 +62,7 @@ def generate(
     with show.plain_errors("generate", "train"):
         check_options(prompt, prompts, dtype, numbers, backend)
         check_compiled(compiled, {"--window": window, "--rows": rows, "--draft": draft})
-        net, tokenizer = loaded(model, dtype, device, compiled, prompts is not None)
+        net, tokenizer = loaded(model, dtype, device, compiled, quantised, served=prompts is not None)
         from saccade.models.batching import serve
         from saccade.models.drafts import Draft
         from saccade.models.sampling import Sampler
@@ -69,6 +70,7 @@ def generate(
 
         texts = prompt or [PROMPT] if prompts is None else read_prompts(prompts)
         prompt_tokens, first = open_ended(tokenizer, texts)
+        tokens = tokens or (TOKENS if window else that_fit(net, prompt_tokens))
         sampler = Sampler(temperature, top_k, top_p)
         options = dict[str, Any](seed=seed, first=first, chunk=chunk, backend=backend, quantised=quantised)
         options["draft"] = drafts = Draft.of(draft)
@@ -77,17 +79,16 @@ def generate(
             print_served(served, tokenizer, texts, prompt_tokens, drafts, as_json=as_json)
             return
         done, streamed = [list(ids) for ids in prompt_tokens], not as_json and len(texts) == 1
-        shown, started, count = "", time.perf_counter(), 0
+        shown, started = "", time.perf_counter()
         keep = (4 if sinks is None else sinks, window) if window else None
         for drawn in draw_tokens(net, prompt_tokens, tokens, sampler, keep=keep, **options):
-            count += 1
             for ids, token in zip(done, drawn, strict=True):
                 ids.append(token)
             if streamed:
                 shown = stream(tokenizer.decode(done[0]), shown)
         seconds = time.perf_counter() - started
     result = dict[str, Any](model=str(model), seed=seed, prompts=texts, texts=[tokenizer.decode(ids) for ids in done])
-    result |= {"seconds": seconds, "new_tokens": count, "tokens_per_second": count * len(texts) / max(seconds, 1e-9)}
+    result |= {"seconds": seconds, **figures_of(done, prompt_tokens, net.config.ends, seconds)}
     print_texts(result, shown, drafts, as_json=as_json)
 
 
@@ -98,7 +99,26 @@ def print_texts(result: dict[str, Any], shown: str, drafts: Draft | None, *, as_
         return
     print("\n\n".join(result["texts"])[len(shown) :])
     rate = f"{result['tokens_per_second']:.0f} token/s{per_call(drafts)}"
-    print(f"\n{result['new_tokens']} tokens per prompt in {result['seconds']:.2f} s, {rate}", file=sys.stderr)
+    prompts = f" of {len(result['texts'])} prompts" if len(result["texts"]) > 1 else ""
+    print(f"\n{result['new_tokens']} tokens{prompts} in {result['seconds']:.2f} s, {rate}", file=sys.stderr)
+
+
+def that_fit(net: Any, prompts: Sequence[Sequence[int]]) -> int:
+    """The default number of new tokens: `TOKENS`, or as many as there are positions after the longest prompt."""
+    # a prompt that leaves no room is refused with its own error
+    return max(1, min(TOKENS, net.config.max_position_embeddings - max(map(len, prompts))))
+
+
+def figures_of(
+    texts: Sequence[list[int]], prompts: Sequence[list[int]], ends: Sequence[int], seconds: float
+) -> dict[str, Any]:
+    """The number of new tokens of all texts, and the speed.
+
+    A text that has ended repeats the end token while others go on; the repetitions are not counted.
+    """
+    drawn = [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+    count = sum(next((n for n, token in enumerate(new, 1) if token in ends), len(new)) for new in drawn)
+    return {"new_tokens": count, "tokens_per_second": count / max(seconds, 1e-9)}
 
 
 def per_call(drafts: Draft | None) -> str:
@@ -106,11 +126,13 @@ def per_call(drafts: Draft | None) -> str:
     return "" if drafts is None else f", {drafts.tokens_per_call:.2f} tokens per call"
 
 
-def loaded(folder: Path, dtype: str, device: str, compiled: bool, served: bool) -> tuple[Any, Tokenizer]:
+def loaded(
+    folder: Path, dtype: str, device: str, compiled: bool, quantised: str | None, *, served: bool
+) -> tuple[Any, Tokenizer]:
     """A folder's model on a device, and its tokenizer. compiled, served: whether its steps are compiled, in pages.
 
     Raises as `load_model`, `load_tokenizer`, `device_of` and `Decoder.compile_steps` do, and ValueError for both if no
-    steps with its pages are replayed.
+    steps with its pages are replayed, and for quantised keys of a model that has none.
     """
     with show.working(Console(stderr=True), "loading the model"):
         import torch
@@ -119,6 +141,8 @@ def loaded(folder: Path, dtype: str, device: str, compiled: bool, served: bool) 
         from saccade.models.tokens import load_tokenizer
 
         net = load_model(folder, getattr(torch, dtype), device_of(device))
+        if quantised and not net.cached[0]:
+            raise ValueError(f"--quantised is {quantised!r}, and no layer of this model stores keys; leave it out")
         if compiled:
             net.compile_steps()
             if served and not net.replayable(net.make_pages(1, 1)):
@@ -165,7 +189,8 @@ def read_prompts(path: Path) -> list[str]:
     Raises ValueError for a file that cannot be read or has no prompts, and for a quoted line that is not JSON.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # a prompt may contain what Unicode calls the end of a line, such as U+2028
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
         prompts = [json.loads(line) if line.startswith('"') else line for line in lines if line.strip()]
     except OSError as error:
         raise ValueError(f"--prompts names {show.sentence(error)}") from None
@@ -209,8 +234,13 @@ def open_ended(tokenizer: Tokenizer, prompts: list[str]) -> tuple[list[list[int]
 
     A prompt may end inside a token, as `"def "` does, and a model has never seen text that continues from there. So its
     last token is dropped, and the first drawn token must start with the text of the dropped one. A prompt begins with
-    the special tokens that its tokenizer puts before a text.
+    the special tokens that its tokenizer puts before a text. Raises ValueError for a prompt that is not UTF-8 text.
     """
+    for n, prompt in enumerate(prompts):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"prompt {n} is not UTF-8 text: {prompt!a}") from None
     starts: list[list[int]] = []
     first: list[np.ndarray] = []
     for before, ids in map(tokenizer.opening, prompts):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -22,6 +23,12 @@ from saccade.errors import Unsupported, how_to_install
 PIPED = 120
 # seconds between two lines about a long step, in a file or a pipe
 HEARTBEAT = 4.0
+
+# what to do when a command has too little memory
+LESS_MEMORY = {
+    "train": "give a smaller --batch, --context or --width, or --recompute",
+    "generate": "give fewer prompts, a smaller --batch, --tokens or --chunk, or --dtype bfloat16",
+}
 
 Json = Annotated[bool, typer.Option("--json", help="Write one JSON document instead of a table.")]
 
@@ -159,7 +166,13 @@ def plain_errors(command: str, extra: str = "") -> Generator[None]:
         yield
     except ModuleNotFoundError as error:
         fail(install(error, extra), command)
-    except (ValueError, OSError, FloatingPointError, MemoryError, Unsupported) as error:
+    except (MemoryError, RuntimeError) as error:
+        if not (isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", str(error))):
+            raise
+        size = re.search(r"allocate ([\d.]+ \w+)", str(error))
+        smaller = LESS_MEMORY.get(command, "measure smaller cases")
+        fail(f"there is too little memory{f' for {size[1]} more' if size else ''}; {smaller}", command)
+    except (ValueError, OSError, FloatingPointError, Unsupported) as error:
         fail(sentence(error), command)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
@@ -170,8 +183,30 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def at_least(least: int, **values: int | None) -> None:
+    """End the command if one of these options is given and smaller."""
+    for name, value in values.items():
+        if value is not None and value < least:
+            fail(f"{flag(name)} is {value}; expected at least {least}")
+
+
+def picture(path: Path | None) -> None:
+    """End the command, before it has done anything, if it cannot draw a picture in the file that --plot names."""
+    from saccade.plot.canvas import checked
+
+    if path is not None:
+        try:
+            checked(path)
+        except ValueError as error:
+            fail(error)
+        need("matplotlib")
+        folder_of(path, "--plot")
+
+
 def folder_of(path: Path | None, option: str) -> None:
-    """End the command if the folder of a file to be written is missing."""
+    """End the command if the folder of a file to be written is missing, or the file is a folder."""
+    if path is not None and path.is_dir():
+        fail(f"{option} is {str(path)!r}, which is a folder; name a file")
     if path is not None and not path.parent.is_dir():
         fail(f"{option} is {str(path)!r}, and there is no folder {str(path.parent)!r}; make it first")
 

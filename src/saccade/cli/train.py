@@ -20,11 +20,13 @@ from . import show
 from .devices import checked_backend
 from .watch import (
     DEFAULT_OUT,
+    KINDS,
     command,
     described,
     draw_pictures,
     next_lines,
     pictures_of,
+    remove_pictures,
     summarise,
     summary_lines,
     watch,
@@ -99,8 +101,10 @@ def train(
     """
     if more and not text:
         show.fail(f"{more[0]} is given without --text; text files follow --text", "train")
-    if pictures not in ("png", "svg"):
+    if pictures not in KINDS:
         show.fail(f"--pictures is {pictures!r}; expected png or svg", "train")
+    if tokenizer == "bytes" and vocab is not None:
+        show.fail(f"--vocab {vocab} is for --tokenizer bpe; bytes have a vocabulary of 257: leave it out", "train")
     sizes = {"layers": layers, "width": width, "heads": heads, "kv_heads": kv_heads, "tie": tie, "vocab": vocab}
     steps_of = {"steps": steps, "minutes": minutes, "context": context, "batch": batch, "lr": lr, "seed": seed}
     ways = {"dtype": dtype, "compile": compile_blocks, "recompute": recompute, "checkpoint_every": checkpoint_every}
@@ -130,6 +134,8 @@ def run(out: Path, settings: dict[str, Any], again: str, pictures: str, *, as_js
     with show.working(console, "loading PyTorch") as say:
         chosen = {"resume": again == "resume", "overwrite": again == "overwrite"}
         trainer = make_trainer(out, settings, **options, **chosen, say=say)
+    if trainer.main and not trainer.resumed:
+        remove_pictures(out)
     console.quiet = not trainer.main
     console.print(described(trainer))
     run_to_its_end(trainer, console)
@@ -208,7 +214,8 @@ def settled(again: str, out: Path, settings: dict[str, Any], console: Console, *
     if not progress.finished or not (out / "model.safetensors").exists():
         return "resume"
     agreed(progress.settings, located(settings))
-    typer.echo(f"{name}, which is kept. To train from the start: {command('train', out, '--overwrite')}", err=True)
+    again = command("train", out, "--overwrite")
+    typer.echo(f"{name}, which is kept. To train from the start, add the same options to: {again}", err=True)
     return "keep"
 
 

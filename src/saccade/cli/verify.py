@@ -60,8 +60,9 @@ def verify(
     backend: Annotated[str, typer.Option(help="One backend; by default all that work on this machine.")] = "",
     dtype: Annotated[str, typer.Option(help=f"Some of {', '.join(DTYPES)}, separated by commas.")] = ",".join(DTYPES),
     tags: Annotated[
-        str, typer.Option(help="Some of primary, edge, slow, separated by commas; or all, which adds extreme inputs.")
-    ] = "primary",
+        str | None,
+        typer.Option(help="Some of primary, edge, slow, separated by commas; or all, with extreme inputs. (primary)"),
+    ] = None,
     only: Annotated[str, typer.Option(help="Only cases whose name contains this text.")] = "",
     brief: Annotated[bool, typer.Option("--brief", help="A few cases in seconds, and one line per backend.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
@@ -70,12 +71,14 @@ def verify(
     """Compare every backend of this machine with the float64 oracle; exit with 1 if an error is too large."""
     from saccade.testing.inputs import NEEDLES
 
-    everything = tags == "all"
-    if brief and everything:
-        show.fail("--brief and --tags all are both given; give one of them")
+    if brief and tags is not None:
+        show.fail(f"--brief and --tags {tags} are both given; give one of them")
+    show.at_least(0, seed=seed)
+    names = _tags("primary" if tags is None else tags)
+    everything = names == ["all"]
     dtypes, absent = _dtypes(",".join(BRIEF_DTYPES) if brief and dtype == ",".join(DTYPES) else dtype)
     here = _backends(backend)
-    cases = _cases(tags, only, everything=everything, brief=brief)
+    cases = _cases(names, only, everything=everything, brief=brief)
     chosen = [b["name"] for b in here if b["ready"] and backend in ("", b["name"])]
     if not chosen:
         reasons = [f"{b['name']}: {'; '.join(b['reasons'])}" for b in here if backend in ("", b["name"])]
@@ -121,16 +124,26 @@ def _backends(chosen: str) -> list[dict[str, Any]]:
     return here
 
 
-def _cases(tags: str, only: str, *, everything: bool, brief: bool) -> list[Case | Any]:
-    """The cases to check, and the shapes of `DECODES`, whose names all start with "decode"."""
+def _tags(text: str) -> list[str]:
+    from saccade.testing.cases import CASES
+
+    names, known = [name.strip() for name in text.split(",")], {tag for case in CASES for tag in case.tags}
+    unknown = [name for name in names if name not in known]
+    if unknown and names != ["all"]:
+        show.fail(f"--tags has {unknown[0]!r}; expected some of {', '.join(sorted(known))}, or all alone")
+    return names
+
+
+def _cases(tags: list[str], only: str, *, everything: bool, brief: bool) -> list[Case | Any]:
+    """The cases to check, and the shapes of `DECODES`."""
     from saccade.testing.cases import by_name, select
 
     if brief:
         cases, decodes, among = [by_name(name) for name in BRIEF_CASES], DECODES[::2], "those of --brief"
     else:
-        cases = select() if everything else select(*tags.split(","), without=("slow",) if "slow" not in tags else ())
-        decodes, among = DECODES, f"the tags {tags!r}"
-    chosen = [case for case in cases if only in case.name] + [one for one in decodes if only in "decode"]
+        cases = select() if everything else select(*tags, without=("slow",) if "slow" not in tags else ())
+        decodes, among = DECODES, f"the tags {', '.join(tags)}"
+    chosen = [case for case in cases if only in case.name] + [one for one in decodes if only in decode_name(one)]
     if not chosen:
         show.fail(f"--only is {only!r}, and no case has it in its name among {among}; --tags all has every case")
     return chosen

@@ -6,6 +6,7 @@ import math
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from saccade.models.training import Trainer
 
 DEFAULT_OUT = Path("demo")
-PICTURES = ("loss", "attention")
+PICTURES, KINDS = ("loss", "attention"), ("png", "svg")
 CHART_LINES = 8
 # tokens and heads of the attention picture
 MAP_TOKENS, MAP_HEADS = 32, 4
@@ -159,11 +160,16 @@ def summary_lines(summary: dict[str, Any]) -> str:
 
 def next_lines(out: Path) -> str:
     """Where the pictures of a run are, and the commands that use its model."""
+    from saccade.models.files import read_object
+    from saccade.models.hybrid_config import ATTENTION
+
     files = pictures_of(out)
+    # a Llama and a GPT-2 have no list of mixers: all their layers are attention
+    mixers = read_object(out / "config.json").get("mixers", ATTENTION)
     rows = {
         **({"pictures": " and ".join(map(str, files))} if files else {}),
         "sample text": command("generate", out),
-        "attention in the browser": command("lab", out),
+        **({"attention in the browser": command("lab", out)} if set(mixers) & set(ATTENTION) else {}),
     }
     width = max(map(len, rows))
     return "\n".join(f"{name + ':':<{width + 1}} {text}" for name, text in rows.items())
@@ -171,7 +177,14 @@ def next_lines(out: Path) -> str:
 
 def pictures_of(out: Path) -> list[Path]:
     """The pictures in a run's folder."""
-    return [path for name in PICTURES for path in sorted(out.glob(f"{name}.*"))]
+    return [path for name in PICTURES for kind in KINDS if (path := out / f"{name}.{kind}").exists()]
+
+
+def remove_pictures(out: Path, *, but: Sequence[Path] = ()) -> None:
+    """Remove the pictures in a run's folder, except those that belong to the run."""
+    for path in pictures_of(out):
+        if path not in but:
+            path.unlink()
 
 
 def summarise(trainer: Trainer) -> dict[str, Any]:
@@ -213,20 +226,23 @@ def draw_pictures(trainer: Trainer, console: Console, kind: str) -> list[str]:
     from saccade.models.losses import read_losses
     from saccade.plot import training as plot
 
-    loss, attention = (trainer.out / f"{name}.{kind}" for name in PICTURES)
+    drawn = [loss, attention] = [trainer.out / f"{name}.{kind}" for name in PICTURES]
     try:
         with show.working(console, "drawing the pictures"):
             plot.losses(loss, read_losses(trainer.out), trainer.progress.validation)
             model = trainer.whole()
-            if not isinstance(model, (Llama, Gpt2)):
-                return [str(loss)]
-            # what is compiled for training would be compiled again for a single text
-            with torch.compiler.set_stance("force_eager"):
-                draw_attention(trainer, model, attention)
+            if isinstance(model, (Llama, Gpt2)):
+                # what is compiled for training would be compiled again for a single text
+                with torch.compiler.set_stance("force_eager"):
+                    draw_attention(trainer, model, attention)
+            else:
+                drawn.remove(attention)
     except ModuleNotFoundError:
         console.print("no pictures: matplotlib is not installed; pip install matplotlib", highlight=False)
         return []
-    return [str(loss), str(attention)]
+    # those of the other format
+    remove_pictures(trainer.out, but=drawn)
+    return [str(path) for path in drawn]
 
 
 def draw_attention(trainer: Trainer, model: Any, path: Path) -> None:

@@ -1,7 +1,8 @@
 """The text of the installed Python packages as tokens in a folder, made once and mapped into memory by every run.
 
-`tokens.bin` has the ids of all documents, each after and before END. `tokens.json` has the places of the documents, the
-packages they come from, and a digest of `tokens.bin`; it is written last. `tokenizer.json` has the tokenizer.
+`tokens.bin` has the ids of all documents, each after and before END. `tokenizer.json` has the tokenizer. `tokens.json`
+has the places of the documents, the packages they come from, and a digest of `tokens.bin`. They are written in this
+order.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from .files import PIECE, naming, read_object, sync_folder, temporary, write_ato
 from .tokens import END, TOKENIZER, Tokenizer, load_tokenizer, make_tokenizer
 
 TOKENS, INDEX = "tokens.bin", "tokens.json"
+# what a preparation that was killed leaves: the tokens, or their beginning, and perhaps more
+STARTED = {TOKENS, temporary(Path(TOKENS)).name}
+LEFT = STARTED | {TOKENIZER, temporary(Path(TOKENIZER)).name, temporary(Path(INDEX)).name}
 # source code and documentation; METADATA has a package's description
 SUFFIXES, NAMES = {".py", ".md", ".rst"}, {"METADATA"}
 # a longer file or line is data, not text that a person wrote
@@ -122,7 +126,8 @@ def prepare(
     """Make the tokens of `files`, by default `installed()`, in a folder, or open those that are there.
 
     say: called with a few words before each part that takes seconds.
-    Raises ValueError if the folder has tokens of another vocabulary, or the files have no text; and as `open_corpus`.
+    Raises ValueError if the folder has tokens of another vocabulary or other files, or the files have no text; and as
+    `open_corpus`.
     """
     folder, wanted = Path(folder), vocab if tokenizer == "bpe" else 257
     if (folder / INDEX).exists():
@@ -133,6 +138,7 @@ def prepare(
                 f"{wanted}; choose another folder with --data, or remove this one"
             )
         return corpus
+    check_free(folder)
     say("reading the files of the installed packages")
     texts = list(texts_of(installed() if files is None else files))
     if not texts:
@@ -141,14 +147,30 @@ def prepare(
     order = np.random.default_rng(0).permutation(len(texts))
     chosen = make_tokenizer(tokenizer, (texts[i][1] for i in order), vocab)
     folder.mkdir(parents=True, exist_ok=True)
-    chosen.save(folder / TOKENIZER)
     say(f"turning {sum(len(text) for _, text in texts) / 1e6:.0f} MB of text into tokens, once")
     write(folder, chosen, texts, wanted)
     return open_corpus(folder)
 
 
+def check_free(folder: Path) -> None:
+    """Raises ValueError for a file, and for a folder with more than an interrupted preparation leaves behind."""
+    if folder.is_dir():
+        names = {path.name for path in folder.iterdir()}
+        if not names or (names <= LEFT and names & STARTED):
+            return
+        fault = f"has no {INDEX} but other files, such as {min(names - LEFT or names)}"
+    elif folder.exists():
+        fault = "is a file"
+    else:
+        return
+    raise ValueError(f"{folder} {fault}; name a new folder for the tokens, or name text files with --text")
+
+
 def write(folder: Path, tokenizer: Tokenizer, texts: Sequence[tuple[Source, str]], wanted: int) -> None:
-    """Write `tokens.bin`, then `tokens.json`; what a kill leaves behind is not opened. wanted: as in `Corpus`."""
+    """Write `tokens.bin`, the tokenizer, then `tokens.json`; what a kill leaves behind is not opened.
+
+    wanted: as in `Corpus`.
+    """
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32).newbyteorder("<")
     lengths, packages, digest = list[int](), dict[str, int](), hashlib.blake2b(digest_size=32)
     path = folder / TOKENS
@@ -166,6 +188,7 @@ def write(folder: Path, tokenizer: Tokenizer, texts: Sequence[tuple[Source, str]
         os.fsync(out.fileno())
     os.replace(temporary(path), path)
     sync_folder(folder)
+    tokenizer.save(folder / TOKENIZER)
     held_out = [i for i, (file, _) in enumerate(texts) if is_held_out(f"{file.package} {file.name}")]
     index = {
         "format": FORMAT,

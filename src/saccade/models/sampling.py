@@ -108,6 +108,7 @@ def generate(
     if keep is not None:
         _check_keep(model, keep, quantised)
         capacity = min(capacity, max(longest, sum(keep)) + keep[1] // 4 + 1)
+        _check_window(keep, capacity, longest, config.max_position_embeddings)
     draft, room = Draft.of(draft), WARM + 1 if model.device.type == "cuda" else 0
     if draft is not None:
         if keep is not None:
@@ -185,6 +186,18 @@ def _check_keep(model: Decoder, keep: tuple[int, int], quantised: str | None) ->
         raise ValueError("keep is given, and the keys of the model's indexer would not be rotated again; leave it out")
     if keep[0] < 0 or keep[1] < 1:
         raise ValueError(f"keep is {keep}; expected sinks of at least 0 and a window of at least 1")
+
+
+def _check_window(keep: tuple[int, int], capacity: int, longest: int, limit: int) -> None:
+    # a prompt that alone exceeds the positions has an error of its own
+    if longest >= limit or capacity <= limit:
+        return
+    fits = min((4 * (limit - 1 - keep[0]) + 3) // 5, 4 * (limit - 1 - longest) + 3)
+    remedy = f"give a window of at most {fits}" if fits > 0 else "give fewer sinks"
+    raise ValueError(
+        f"keep is {keep}, sinks and window; with a prompt of {longest} tokens its cache has {capacity} positions, and "
+        f"the model has {limit}: {remedy}"
+    )
 
 
 def allow(logits: Tensor, first: np.ndarray) -> Tensor:

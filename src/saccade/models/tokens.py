@@ -84,6 +84,9 @@ class Bpe:
         # the numbers of tokens may have gaps
         self.vocab_size: int = 1 + max(inner.get_vocab().values(), default=-1)
         self.begin: int | None = inner.token_to_id(END_TEXT)
+        if self.begin == END:
+            # one of `train`, whose end token has no text: "<|end|>" in a text is ordinary characters
+            inner.encode_special_tokens = True
         self.special = [i for i, token in inner.get_added_tokens_decoder().items() if token.special]
 
     @classmethod

@@ -35,11 +35,11 @@ from .texts import Text, load_text
 from .tokens import FORMAT, TOKENIZER, Tokenizer, load_tokenizer, save_tokenizer
 from .transfers import later
 from .variants import make_model
-from .weights import encode_weights
+from .weights import SHARDS, WEIGHTS, encode_weights, remove_shards
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
+CONFIG = "config.json"
 # a folder with any of these holds a run or a model, which only --overwrite replaces
-FILES = (CHECKPOINT, RANKS, WEIGHTS, CONFIG, TOKENIZER, FORMAT, LOSSES)
+FILES = (CHECKPOINT, RANKS, WEIGHTS, SHARDS, CONFIG, TOKENIZER, FORMAT, LOSSES)
 
 
 class Trainer:
@@ -146,8 +146,9 @@ class Trainer:
     def _begin(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
         # the old run's checkpoint first: without it, the other files are not a run that can be resumed
-        for name in (CHECKPOINT, RANKS, WEIGHTS):
+        for name in (CHECKPOINT, RANKS, WEIGHTS, FORMAT):
             (self.out / name).unlink(missing_ok=True)
+        remove_shards(self.out)
         for folder in self.out.glob("checkpoint-*"):
             shutil.rmtree(folder)
         save_tokenizer(self.tokenizer, self.out, self.settings.context)

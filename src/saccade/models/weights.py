@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,9 @@ from .files import check_seal, read_object, seal, write_atomic
 
 Tensors = dict[str, Tensor]
 Built = TypeVar("Built", bound=nn.Module)
+
+# the index of weights that are divided into shards, which takes precedence over a single file
+WEIGHTS, SHARDS = "model.safetensors", "model.safetensors.index.json"
 
 # dtypes of safetensors that are supported, as torch dtypes
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -51,22 +55,36 @@ def read_config(directory: Path) -> dict[str, Any]:
     return values
 
 
+def named_shards(directory: Path) -> list[str]:
+    """The files that `model.safetensors.index.json` names. Raises ValueError for a malformed index."""
+    index = directory / SHARDS
+    listed = read_object(index).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise ValueError(f"{index} has no weight_map; expected an object that names the file of each tensor")
+    for name in listed.values():
+        if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+            raise ValueError(f"{index} names {str(name)[:60]!r}; expected names of files in its folder")
+    return sorted(set(listed.values()))
+
+
+def remove_shards(directory: Path) -> None:
+    """Remove the shards of a folder, if it has some, then their index; of a malformed index, the index alone."""
+    index = directory / SHARDS
+    if index.exists():
+        with suppress(ValueError):
+            for name in named_shards(directory):
+                if name.endswith(".safetensors"):
+                    (directory / name).unlink(missing_ok=True)
+        index.unlink()
+
+
 def weight_files(directory: Path) -> list[Path]:
     """`model.safetensors`, or the shards that `model.safetensors.index.json` names.
 
     Raises FileNotFoundError without them, ValueError for a malformed index, and if there are only pickled weights.
     """
-    index = directory / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.exists():
-        listed = read_object(index).get("weight_map")
-        if not isinstance(listed, dict) or not listed:
-            raise ValueError(f"{index} has no weight_map; expected an object that names the file of each tensor")
-        for name in listed.values():
-            if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
-                raise ValueError(f"{index} names {str(name)[:60]!r}; expected names of files in its folder")
-        names = sorted(set(listed.values()))
-    elif not (directory / names[0]).exists() and list(directory.glob("*.bin")):
+    names = named_shards(directory) if (directory / SHARDS).exists() else [WEIGHTS]
+    if names == [WEIGHTS] and not (directory / WEIGHTS).exists() and list(directory.glob("*.bin")):
         raise ValueError(f"{directory} contains only pickled weights, which can run code: convert them to safetensors")
     for name in names:
         if not (directory / name).is_file():

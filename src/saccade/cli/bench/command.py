@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import io
+import math
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -10,16 +11,17 @@ from typing import Annotated
 import typer
 
 from saccade.errors import how_to_install
-from saccade.plot.canvas import checked
 
 from .. import show
 from . import report, rows
 from .cases import SUITES, Case, cases
 from .inputs import has_torch
+from .machine import environment
+from .run import Settings, run_all
 
 
 def bench(
-    suite: Annotated[str, typer.Option(help=f"One of {', '.join(SUITES)}.")] = "cpu",
+    suite: Annotated[str | None, typer.Option(help=f"One of {', '.join(SUITES)}. (cpu)")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the rows to this CSV file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the rows in this file (.svg or .png).")] = None,
     read: Annotated[Path | None, typer.Option(help="Measure nothing: read the rows of this CSV file.")] = None,
@@ -34,51 +36,50 @@ def bench(
     json: show.Json = False,
 ) -> None:
     """Measure Saccade and its peers in turn, and the limits of the machine; check outputs against the oracle."""
+    for option, value in {"--out": out, "--suite": suite, "--peers": peers, "--quick": quick}.items():
+        if read and value:
+            show.fail(f"{option} is given with --read, which measures nothing; give one of them")
+    show.at_least(0, threads=threads)
+    if not 0 <= seconds < math.inf:
+        show.fail(f"--seconds is {seconds}; expected a finite number of at least 0")
     try:
-        chosen = cases(suite, quick=quick, only=only)
-        table = rows.read(read) if read else []
-        if plot:
-            checked(plot)
+        chosen = [] if read else cases(suite or "cpu", quick=quick, only=only)
+        table = [row for row in rows.read(read) if only in row.case] if read else []
     except (ValueError, OSError) as error:
         show.fail(show.sentence(error))
-    if not chosen and not read:
-        show.fail(f"--only is {only!r}, and no case of this suite has it in its name; --list prints them")
+    if only and not chosen and not table:
+        where = "of this suite has it in its name; --list prints them" if not read else f"in {read} has it in its name"
+        show.fail(f"--only is {only!r}, and no case {where}")
     if list_cases:
-        typer.echo("\n".join(case.name for case in chosen))
+        names = [case.name for case in chosen] or list(dict.fromkeys(row.case for row in table))
+        show.document(names) if json else typer.echo("\n".join(names))
         return
-    if plot:
-        show.need("matplotlib")
-    for path, option in ((out, "--out"), (plot, "--plot")):
-        show.folder_of(path, option)
-    if not read and peers != "none" and not has_torch():
+    show.picture(plot)
+    show.folder_of(out, "--out")
+    with show.plain_errors("bench"):
+        if not read:
+            settings = _settings(chosen, peers, seconds, quick=quick, plot=plot is not None)
+            table = _measure(chosen, settings, out, threads=threads, quick=quick)
+        _print(table, plot, markdown=markdown, check=check, json=json)
+
+
+def _settings(chosen: list[Case], peers: str, seconds: float, *, quick: bool, plot: bool) -> Settings:
+    """How to measure. Ends the command if a peer is unknown, if torch is missing, or if nothing can be drawn."""
+    known = dict.fromkeys(peer for case in chosen for peer in case.peers)
+    names = None if not peers else () if peers.strip() == "none" else tuple(name.strip() for name in peers.split(","))
+    for name in names or ():
+        if name not in known:
+            show.fail(f"--peers has {name!r}; expected some of {', '.join([*known, 'none'])}, as the cases have")
+    if names != () and not has_torch():
         show.fail(f"torch is not installed; {how_to_install('torch')}, or measure Saccade alone with --peers none")
-    if not read:
-        table = _measure(chosen, out, only_peers=peers, threads=threads, seconds=seconds, quick=quick)
-    verdicts = report.verdicts(table)
-    if json:
-        show.document([asdict(row) for row in table])
-    elif markdown:
-        typer.echo(report.markdown(verdicts))
-    else:
-        show.render(report.table(verdicts))
-    if plot:
-        from saccade.plot.measured import ratios
-
-        ratios(verdicts, plot)
-    for row in (bad := report.failures(table)):
-        reason = f"error {row.error:.2e}, allowed {row.allowed:.2e}" if row.measured else row.note
-        typer.secho(f"{row.case}: {reason}", err=True, fg="red")
-    if bad or (check and not all(v.met for v in verdicts)):
-        raise typer.Exit(1)
+    settings = Settings(0.2, (2, 3), names) if quick else Settings(seconds, peers=names)
+    if plot and not any(case.against in settings.chosen(case) for case in chosen):
+        show.fail("--plot draws times compared with a peer's, and no chosen case has one; leave out --plot or --peers")
+    return settings
 
 
-def _measure(
-    chosen: list[Case], out: Path | None, *, only_peers: str, threads: int, seconds: float, quick: bool
-) -> list[rows.Row]:
+def _measure(chosen: list[Case], settings: Settings, out: Path | None, *, threads: int, quick: bool) -> list[rows.Row]:
     import saccade
-
-    from .machine import environment
-    from .run import Settings, run_all
 
     if threads:
         if has_torch():
@@ -86,12 +87,34 @@ def _measure(
 
             torch.set_num_threads(threads)
         saccade.set_num_threads(threads)
-    peers = tuple(p for p in only_peers.split(",") if p != "none") if only_peers else None
-    settings = Settings(0.2, (2, 3), peers) if quick else Settings(seconds, peers=peers)
     table: list[rows.Row] = []
-    with out.open("w", newline="") if out else io.StringIO() as stream, show.progress() as bar:
-        writer = rows.Writer(stream)
+    with ExitStack() as opened, show.progress() as bar:
+        writer: rows.Writer | None = None
         for new in run_all(chosen, environment(), settings, quick=quick, progress=bar):
-            writer.add(new)
+            # an earlier file is kept until there are rows to replace it
+            if out and writer is None:
+                writer = rows.Writer(opened.enter_context(out.open("w", newline="", encoding="utf-8")))
+            if writer:
+                writer.add(new)
             table += new
     return table
+
+
+def _print(table: list[rows.Row], plot: Path | None, *, markdown: bool, check: bool, json: bool) -> None:
+    """Print and draw the rows; exits with 1 for wrong results, and with `check` for a bar that is missed."""
+    verdicts = report.verdicts(table)
+    if json:
+        show.document([asdict(row) for row in table])
+    elif markdown:
+        typer.echo(report.markdown(verdicts))
+    else:
+        show.render(report.table(verdicts))
+    for row in (bad := report.failures(table)):
+        reason = f"error {row.error:.2e}, allowed {row.allowed:.2e}" if row.measured else row.note
+        typer.secho(f"{row.case}: {reason}", err=True, fg="red")
+    if plot:
+        from saccade.plot.measured import ratios
+
+        ratios(verdicts, plot)
+    if bad or (check and not all(v.met for v in verdicts)):
+        raise typer.Exit(1)

@@ -45,7 +45,7 @@ class Verdict:
     def text(self) -> str:
         """The figure with its unit."""
         if self.against:
-            return f"{self.figure:.2f} ×"
+            return f"{self.figure:.2f} ×" if self.figure else "not measured"
         return cost.size(self.figure) if self.ours.kind == "memory" else cost.duration(self.figure)
 
     @property
@@ -59,7 +59,10 @@ class Verdict:
 
 
 def verdicts(rows: Iterable[Row]) -> list[Verdict]:
-    """One verdict per case that Saccade ran; a case whose named peer has no figure does not meet its bar."""
+    """One verdict per case that Saccade ran; a case whose named peer has no figure does not meet its bar.
+
+    If the peer has no row either, because it was not asked for, the verdict has no bar.
+    """
     cases: dict[str, dict[str, Row]] = {}
     for row in rows:
         cases.setdefault(row.case, {})[row.provider] = row
@@ -73,7 +76,7 @@ def verdicts(rows: Iterable[Row]) -> list[Verdict]:
         if against:
             peer = peers.get(against)
             figure = peer.median / ours.median if peer and peer.measured else 0.0
-            met = figure >= bar
+            met, bar = figure >= bar, bar if peer else 0.0
         else:
             figure = ours.rate if ours.kind == "memory" else ours.median
             met = not bar or figure <= bar
@@ -116,7 +119,7 @@ def table(results: Sequence[Verdict]) -> Table:
     head, lines = _columns(results)
     out = Table(*head, box=None, pad_edge=False)
     for v, cells in zip(results, lines, strict=True):
-        out.add_row(*cells, style=None if v.met else "red")
+        out.add_row(*cells, style="red" if v.bar and not v.met else None)
     return out
 
 

@@ -67,6 +67,8 @@ class Row:
 
 
 COLUMNS = [field.name for field in fields(Row)]
+# what to do with a damaged line
+REMEDY = "remove the line, or measure again"
 
 
 def note(values: Mapping[str, object], text: str = "") -> str:
@@ -117,14 +119,21 @@ def line(row: Row) -> str:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a CSV that `Writer` wrote; raises ValueError if its columns are different."""
+    """The rows of a CSV that `Writer` wrote; raises ValueError for other columns, and for a damaged line."""
+    return [_row(path, number, texts) for number, texts in _lines(path)]
+
+
+def _row(path: Path, number: int, texts: Mapping[str, str]) -> Row:
     kinds: dict[str, Callable[[str], Any]] = {
         "int": lambda text: int(text or 0),
         "float": lambda text: float(text or NAN),
         "str": str,
     }
     convert = {field.name: kinds[str(field.type)] for field in fields(Row)}
-    return [Row(**{name: convert[name](text) for name, text in row.items()}) for row in _texts(path)]
+    try:
+        return Row(**{name: convert[name](text) for name, text in texts.items()})
+    except ValueError as error:
+        raise ValueError(f"{path}, line {number}: {error}; {REMEDY}") from None
 
 
 def kept(path: Path, origin: tuple[str, str, str]) -> list[Row]:
@@ -132,7 +141,7 @@ def kept(path: Path, origin: tuple[str, str, str]) -> list[Row]:
 
     The rows of the last case are left out, because some of its providers may be missing.
     """
-    rows = read(path) if path.exists() else []
+    rows = [_row(path, number, texts) for number, texts in _lines(path, cut=True)] if path.exists() else []
     rows = [row for row in rows if (row.commit, row.device, row.driver) == origin]
     last = rows[-1].case if rows else ""
     while rows and rows[-1].case == last:
@@ -140,14 +149,20 @@ def kept(path: Path, origin: tuple[str, str, str]) -> list[Row]:
     return rows
 
 
-def _texts(path: Path) -> list[dict[str, str]]:
+def _lines(path: Path, *, cut: bool = False) -> list[tuple[int, dict[str, str]]]:
+    """The number and the cells of every line. Raises as `read`; cut: leave out a last line that a kill cut short."""
     with path.open(newline="", encoding="utf-8") as stream:
-        table = csv.DictReader(stream)
-        if table.fieldnames != COLUMNS:
-            raise ValueError(
-                f"{path} has columns {table.fieldnames}; expected those of a file written by saccade bench"
-            )
-        return list(table)
+        table = csv.reader(stream)
+        head = next(table, [])
+        if head != COLUMNS:
+            raise ValueError(f"{path} has columns {head}; expected those of a file written by saccade bench")
+        lines = [(table.line_num, cells) for cells in table if cells]
+    if cut and lines and len(lines[-1][1]) < len(COLUMNS):
+        lines.pop()
+    for number, cells in lines:
+        if len(cells) != len(COLUMNS):
+            raise ValueError(f"{path}, line {number}: {len(cells)} cells; expected {len(COLUMNS)}: {REMEDY}")
+    return [(number, dict(zip(COLUMNS, cells, strict=True))) for number, cells in lines]
 
 
 def update(path: Path, new: Path) -> None:
@@ -159,9 +174,9 @@ def update(path: Path, new: Path) -> None:
     def key(row: dict[str, str]) -> tuple[str, ...]:
         return tuple(row[name] for name in ("device", "case", "shape", "provider", "kind"))
 
-    rows = _texts(new)
+    rows = [texts for _, texts in _lines(new)]
     again = {key(row) for row in rows}
-    older = [row for row in _texts(path) if key(row) not in again] if path.exists() else []
+    older = [texts for _, texts in _lines(path) if key(texts) not in again] if path.exists() else []
     with path.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
         writer.writeheader()

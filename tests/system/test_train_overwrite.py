@@ -1,0 +1,101 @@
+"""What `saccade train --overwrite` leaves of an earlier model, and training with too little memory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for module in ("torch", "safetensors", "typer", "rich"):
+    pytest.importorskip(module)
+
+from typer.testing import CliRunner  # noqa: E402
+
+from saccade.cli import show  # noqa: E402
+from saccade.cli.main import app  # noqa: E402
+
+# errors are the only lines, however slow the machine is
+show.HEARTBEAT = 1e6
+
+SIZE = ["--layers", 1, "--width", 16, "--heads", 2, "--kv-heads", 1, "--context", 32, "--batch", 1]
+SHORT = ["--text", argparse.__file__, *SIZE, "--tokenizer", "bytes", "--steps", 2]
+
+
+def saccade(*args: object, status: int = 0) -> Any:
+    done = CliRunner().invoke(app, [str(arg) for arg in args])
+    assert done.exit_code == status, (done.stderr, done.exception)
+    return done
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("short") / "run"
+    saccade("train", "--out", out, *SHORT)
+    return out
+
+
+@pytest.mark.parametrize("index", ["whole", "damaged"])
+def test_no_weights_of_a_sharded_model_are_left(index: str, finished: Path, tmp_path: Path) -> None:
+    from saccade.models.weights import weight_files
+
+    out = Path(shutil.copytree(finished, tmp_path / "run"))
+    (out / "checkpoint.safetensors").unlink()
+    (out / "model.safetensors").rename(out / "model-1-of-1.safetensors")
+    named = {"weight_map": {"a": "model-1-of-1.safetensors", "b": "notes.txt"}} if index == "whole" else {}
+    (out / "model.safetensors.index.json").write_text(json.dumps(named))
+    for other in ("tokenizer_config.json", "notes.txt"):
+        (out / other).write_text("{}")
+    assert "--overwrite" in saccade("train", "--out", out, *SHORT, status=2).stderr
+    saccade("train", "--out", out, *SHORT, "--overwrite")
+    assert weight_files(out) == [out / "model.safetensors"]
+    assert (out / "model-1-of-1.safetensors").exists() == (index == "damaged")
+    assert (out / "notes.txt").exists()
+    # a tokenizer of bytes has no settings for transformers
+    assert not (out / "tokenizer_config.json").exists()
+
+
+def test_pictures_are_those_of_the_run(finished: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = Path(shutil.copytree(finished, tmp_path / "run"))
+    (out / "loss.txt").write_text("mine")
+    saccade("train", "--out", out, "--resume", "--pictures", "svg")
+    assert {path.name for path in out.glob("*.*g")} == {"loss.svg", "attention.svg"}
+    # nothing is drawn of a run that stops at its first step
+    saccade("train", "--out", out, *SHORT, "--overwrite", "--lr", 1e30, status=2)
+    assert not list(out.glob("*.svg"))
+    for name in ("loss.png", "attention.svg"):
+        (out / name).write_text("old")
+    words = saccade("train", "--out", out, *SHORT, "--overwrite", "--model", "linear").stdout
+    assert [path.name for path in out.glob("*.*g")] == ["loss.png"]
+    assert (out / "loss.txt").read_text() == "mine"
+    # the lab shows attention, which this model lacks
+    assert "saccade generate" in words
+    assert "saccade lab" not in words
+
+
+@pytest.mark.parametrize(
+    "error, words",
+    [
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."), "4096 bytes"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"), "2.00 GiB"),
+        (MemoryError("Unable to allocate 7.28 TiB for an array"), "7.28 TiB"),
+        (MemoryError(), "there is too little memory; give a smaller --batch"),
+        (RuntimeError("a defect"), ""),
+    ],
+)
+def test_too_little_memory_is_one_line(error: Exception, words: str, tmp_path: Path, monkeypatch: Any) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("saccade.models.training.make_model", fail)
+    done = saccade("train", "--out", tmp_path / "run", *SHORT, status=2 if words else 1)
+    if words:
+        assert words in done.stderr
+        assert all(option in done.stderr for option in ("--batch", "--context", "--width", "--recompute"))
+        assert len(done.stderr.strip().splitlines()) == 1
+    else:
+        assert done.exception is error
