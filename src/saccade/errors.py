@@ -34,7 +34,8 @@ class Unsupported(Exception):
     def __init__(self, backend: str, reasons: Iterable[str]):
         self.backend = backend
         self.reasons = list(reasons)
-        super().__init__("\n".join([f"{self.what}:"] + [f"  - {reason}" for reason in self.reasons]))
+        # not `super().__init__`, which Dynamo of torch 2.9 does not trace
+        self.args = ("\n".join([f"{self.what}:"] + [f"  - {reason}" for reason in self.reasons]),)
 
     @property
     def what(self) -> str:

@@ -6,6 +6,8 @@ import inspect
 import warnings
 from typing import Any
 
+from .arrays import is_torch
+
 DEFAULT = "bthd"
 # a call with fewer key heads than this is never suspected of having tokens and heads swapped
 MANY_HEADS = 64
@@ -32,7 +34,8 @@ def heads_first(o: Any, *rows: Any) -> tuple[Any, ...]:
 
 
 def _exchanged(x: Any) -> Any:
-    if not hasattr(x, "swapaxes"):
+    # Dynamo of torch 2.9 finds no `swapaxes` in a tensor
+    if not (is_torch(x) or hasattr(x, "swapaxes")):
         raise TypeError(
             f"layout is 'bhtd' for an array of type {type(x).__name__}; expected torch, NumPy or MLX: pass others as "
             f"[B, T, H, D]"

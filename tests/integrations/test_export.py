@@ -109,6 +109,8 @@ EXPORTED = [
 def test_an_exported_program_equals_the_model(name: str, strict: bool, tmp_path) -> None:
     call, more, lengths = CALLS[name]
     model, inputs = Model(call).eval(), (*rows(), *more(B, T))
+    if len(inputs) > len(rows()) and torch.__version__ < "2.10":
+        pytest.skip("programs of torch 2.9 do not find the arguments that *args collects")
     shapes = dynamic(inputs) if lengths else None
     program = torch.export.export(model, inputs, dynamic_shapes=shapes, strict=strict)
     assert "saccade.forward" in str(program.graph)

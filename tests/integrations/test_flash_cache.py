@@ -230,6 +230,7 @@ def test_an_append_compiles_with_fullgraph(lengths) -> None:
         torch.testing.assert_close(o[b : b + 1], flash_attn_func(given["q"][b : b + 1], *seen))
 
 
+@pytest.mark.skipif(torch.__version__ < "2.10", reason="Dynamo of torch 2.9 cannot break a graph where tuples are made")
 def test_pages_break_a_graph_and_fullgraph_says_why() -> None:
     def broken(q, k_cache, v_cache, n, table):
         return flash_attn_with_kvcache(q * 2, k_cache, v_cache, cache_seqlens=n, block_table=table) + 1

@@ -73,8 +73,8 @@ def test_compiled_modules_of_torch(grad) -> None:
             with saccade.patch_sdpa():
                 got = torch.compile(f, backend=counter, fullgraph=True)(x)
             torch.testing.assert_close(got, f(x), rtol=1e-4, atol=1e-5)
-            # of layers without gradients torch compiles the fused operator
-            assert operators(counter) == [grad or f is not layer]
+            # of layers without gradients torch compiles the fused operator, and before 2.10 of modules
+            assert operators(counter) == [grad or (f is not layer and torch.__version__ >= "2.10")]
 
 
 def test_unflatten_compiles_inside() -> None:

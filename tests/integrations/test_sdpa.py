@@ -101,6 +101,8 @@ def test_all_weights_dropped() -> None:
 
 @pytest.mark.parametrize("mask", [torch.zeros(0), torch.zeros(4, 0), torch.zeros(0, dtype=torch.bool)])
 def test_masks_of_no_key(mask) -> None:
+    if mask.ndim < 2 and torch.__version__ < "2.10":
+        pytest.skip("torch's own attention takes no mask of one dimension before 2.10")
     check(SHAPES["no key"], attn_mask=mask)
 
 

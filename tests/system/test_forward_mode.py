@@ -131,6 +131,7 @@ def test_a_backward_within_a_dual_level() -> None:
     torch.testing.assert_close(tangent, 2 * dq)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.10", reason="torch 2.9 reads no numbers of tensors inside of func.jvp")
 def test_decode() -> None:
     q, k, v = qkv(dtype=torch.float32)
     cache = saccade.KVCache.like(k, v, capacity=8)

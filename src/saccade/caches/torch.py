@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import Unsupported
 from ..frameworks.torch_run import lent
+from ..frameworks.torch_state import exporting
 from ..quantised import Quantised
 from ..rope import Turn
 from .storage import Arrays, Shape, Storage, Target, append_of, rows_of
@@ -42,7 +43,7 @@ class TorchArrays(Arrays):
             raise ValueError(
                 f"{name} is {x.layout} on {x.device}; expected {torch.strided} on {self.device}, as in the cache"
             )
-        if torch.compiler.is_exporting():
+        if torch.compiler.is_compiling() and exporting():
             raise Unsupported(
                 "torch", ["a cache is written in place, which torch.export does not keep: export attention"]
             )

@@ -22,7 +22,15 @@ from . import torch_run as run
 from .call import first_keys, rows_of, seed_value, specs_of
 from .source import STRIDED, Source, check_lengths, check_table, pages_in_use, stored, with_gates
 from .torch_arguments import arguments
-from .torch_state import autocast, forward_mode_active, legacy_batched, modes_active, transforms_active
+from .torch_state import (
+    autocast,
+    autocast_active,
+    exporting,
+    forward_mode_active,
+    legacy_batched,
+    modes_active,
+    transforms_active,
+)
 
 _PLAIN = (Tensor, Parameter)
 _STRIDED = torch.strided
@@ -44,10 +52,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, request: Request, verb: str) -> t
     lifted = q.dim() == 3 and k.dim() == 3 and v.dim() == 3
     if lifted:
         q, k, v = q[None], k[None], v[None]
-    if side is not NO_SIDE:
+    # Dynamo of torch 2.9 does not compare tuples by identity
+    if traced or side is not NO_SIDE:
         side = _with_four_dimensions(side)
         request = request._replace(side=side)
-    q, k, v = autocast(q, k, v)
+    if autocast_active():
+        q, k, v = autocast(q, k, v)
     if traced:
         results = _by_operator(q, k, v, request, verb)
         return tuple(x[0] for x in results) if lifted else results
@@ -105,7 +115,7 @@ def attention_backward(
 def decode(q: Tensor, cache: Any, request: Request) -> tuple[Tensor, ...]:
     """(o, lse, *more) of `saccade.decode`."""
     k, v, lengths = cache.k, cache.v, cache.lengths
-    if torch.compiler.is_exporting():
+    if torch.compiler.is_compiling() and exporting():
         reason = "torch.export would store the cache as a constant: pass keys and lengths, and call attention with"
         raise Unsupported("torch", [f"{reason} saccade.mask.keys(lengths) & saccade.mask.causal()"])
     if hasattr(cache, "block_table") or getattr(cache, "quantised", None) is not None:

@@ -15,6 +15,7 @@ from ..mask import Mask, structures
 from ..mask.algebra import _rebuild  # pyright: ignore[reportPrivateUsage]
 from ..mask.contents import to_tensor
 from .call import memo_of
+from .torch_state import exporting
 
 # masks by their operator arguments: all that are alive, and the last few for compiled graphs
 _live: weakref.WeakValueDictionary[Any, Mask] = weakref.WeakValueDictionary()
@@ -23,7 +24,7 @@ _recent: deque[Mask] = deque(maxlen=4)
 
 def split(mask: Mask | None) -> tuple[str, list[Any], list[Any]]:
     """A mask as operator arguments (structure, ints, data); NumPy leaves are copied to tensors once."""
-    if torch.compiler.is_exporting():
+    if exporting():
         return _exported(mask)
     if mask is None:
         return "", [], []

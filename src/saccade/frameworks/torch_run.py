@@ -162,7 +162,8 @@ def gradients_like(side: Side, more: dict[str, Tensor]) -> Side:
 def widen(q: Tensor, request: Request, Tk: int) -> Side:
     """The side arrays in the form and dtype that kernels read for inputs like q; differentiable."""
     side = request.side
-    if side is NO_SIDE:
+    # Dynamo of torch 2.9 does not compare tuples by identity
+    if not torch.compiler.is_compiling() and side is NO_SIDE:
         return side
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
     side = for_kernels(side, request.options, q.shape[1], Tk)

@@ -25,6 +25,11 @@ autocast_active = torch._C._is_any_autocast_enabled
 capsule = getattr(torch._C, "_to_dlpack_versioned", to_dlpack)
 
 
+def exporting() -> bool:
+    """Whether torch.export traces; for Dynamo of torch 2.9, `torch.compiler.is_exporting` is true in every graph."""
+    return torch.compiler._is_exporting_flag
+
+
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the dtype of autocast, all except float64, if it is on for the device of the first."""
     if not autocast_active() or not all(isinstance(x, Tensor) for x in tensors):

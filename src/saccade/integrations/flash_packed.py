@@ -44,11 +44,6 @@ class Sequences(NamedTuple):
     used_k: Tensor | None = None
     first_k: Tensor | None = None
 
-    @property
-    def packed(self) -> bool:
-        """Whether the sequences become one packed row: with bounds, or if some rows of q are not in use."""
-        return not (self.cu_q is self.cu_k is self.used_q is None)
-
 
 class Scores(NamedTuple):
     """The options of scores and weights. qv: [..., Hq, Dv]; qv · v is added to q · k.
@@ -65,6 +60,12 @@ class Scores(NamedTuple):
     descale: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
 
 
+# not a property, which Dynamo of torch 2.9 does not read from a tuple
+def packed(at: Sequences) -> bool:
+    """Whether the sequences become one packed row: with bounds, or if some rows of q are not in use."""
+    return not (at.cu_q is at.cu_k is at.used_q is None)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, at: Sequences, scores: Scores) -> tuple[Tensor, Tensor]:
     """(o, lse): lse is [B, Hq, Sq] for q [B, Sq, Hq, D], and [Hq, total] for packed q [total, Hq, D].
 
@@ -78,21 +79,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, at: Sequences, scores: Scores) -> tu
         "softcap": scores.softcap or None,
         "sinks": scores.sinks,
         "deterministic": scores.deterministic,
-        "descale": _factors(q, k, at.packed, scores),
+        "descale": _factors(q, k, packed(at), scores),
         "return_lse": True,
     }
     if scores.qv is not None:
         q, k = joined(q, k, v, scores.qv)
     rows, tokens, values, mask = laid_out(q, k, v, at, scores.mask)
     o, lse = attention(rows, tokens, values, mask, **options)
-    if at.packed and at.cu_q is None:
+    if packed(at) and at.cu_q is None:
         o, lse = (x.unflatten(0, q.shape[:2]) for x in (o, lse))
     return o, lse.mT
 
 
 def laid_out(q: Tensor, k: Tensor, v: Tensor, at: Sequences, mask: Mask | None) -> tuple[Tensor, Tensor, Tensor, Any]:
     """q, k, v and the mask for `attention`: rows of a batch, or one row of packed sequences."""
-    if not at.packed:
+    if not packed(at):
         return q, k, v, _used_keys(mask, at, q, k)
     rows, cu_q = _flat("q", q, at.cu_q)
     tokens, cu_k = _flat("k", k, at.cu_k)

@@ -17,7 +17,7 @@ from ..mask import Mask
 from .flash_arguments import Forward, bias_of, check_numbers, mask_of, needs_gradient
 from .flash_backward import Backward, write_gradients
 from .flash_options import FlashOptions, attend_flash
-from .flash_packed import Sequences, attend_pages, check_rows, check_sequences, packed_mask
+from .flash_packed import Sequences, attend_pages, check_rows, check_sequences, packed, packed_mask
 
 NO_GRAPH = "_flash_attn_forward records no graph: call flash_attn_func, or the backward function by hand"
 
@@ -172,7 +172,7 @@ def _backward(call: Backward, at: Sequences, options: FlashOptions, rng_state: T
     scores: dict[str, Any] = {
         "scale": options.softmax_scale,
         "softcap": options.softcap or None,
-        "bias": bias_of(options.alibi_slopes, 1 if at.packed else len(call.q), call.q.shape[-2]),
+        "bias": bias_of(options.alibi_slopes, 1 if packed(at) else len(call.q), call.q.shape[-2]),
         "dropout": options.dropout_p,
         "seed": int(rng_state[0]) if options.dropout_p and rng_state is not None else None,
         "deterministic": options.deterministic,

@@ -108,7 +108,7 @@ class Matrix(Uses):
     @property
     def columns(self) -> int:
         """Columns of a state: V, and one for the normaliser."""
-        return self.V + self.normalize
+        return self.V + int(self.normalize)
 
     @property
     def accumulator(self) -> str:
@@ -159,7 +159,7 @@ def describe(specs: Specs, options: MatrixOptions) -> Matrix:
     N = check_packed(specs["cu_seqlens"], B, T)
     initial = specs["initial_state"]
     if initial is not None:
-        shape = (N, H, features(K, options.feature_map), V + options.normalize)
+        shape = (N, H, features(K, options.feature_map), V + int(options.normalize))
         check_array("initial_state", initial, shape, "[N, H, K, V]", (wide, *NARROW), q)
     return Matrix(
         B=B,

@@ -18,6 +18,7 @@ from ...arrays import narrow
 from ...combinations import not_invariant, not_with_select
 from ...plan import Limits, Plan, make_plan, positions
 from ...problem import Problem
+from ...quantised import Quantised
 from ...statistics import sink_delta, sinks_gradient
 from .. import Extras, Inputs, Outputs
 
@@ -31,7 +32,8 @@ except ImportError as error:
     raise Unsupported("cpu", [f"its compiled core {reason}; install the package with `pip install .`"]) from error
 
 from . import threads
-from .codes import append, dense, numbers
+from .codes import dense, numbers
+from .probes import isa, probe_flops, probe_stream
 from .threads import get_num_threads, set_num_threads
 
 __all__ = [
@@ -73,22 +75,6 @@ CARRIER = {"float32": np.float32, "float64": np.float64, "float16": np.float16, 
 LARGEST_HEAD = 1024
 
 _parts: weakref.WeakKeyDictionary[Plan, list[Any]] = weakref.WeakKeyDictionary()
-
-
-def isa() -> str:
-    """The instruction set in use: "amx", "avx512bf16", "avx512", "v3", "base", "neonbf16" or "neon"."""
-    return _core.isa()
-
-
-def probe_flops(dtype: str = "float32", n: int | None = None) -> float:
-    """Flop/s of the kernels' inner product on tiles in the L1 cache: the upper limit of all prefill figures."""
-    code = {"float32": 0, "bfloat16": 1, "float16": 0, "float64": 3}[dtype]
-    return _core.probe_flops(code, n or get_num_threads())
-
-
-def probe_stream(n: int | None = None, megabytes: int = 512) -> float:
-    """Bytes/s of one read of a large array: the upper limit of all decode figures."""
-    return _core.probe_stream(np.ones(megabytes << 17), n or get_num_threads())
 
 
 def limits(problem: Problem) -> Limits:
@@ -231,6 +217,31 @@ def tangent(
     return (narrow(do, problem.dtype) if several else do), dlse
 
 
+def append(
+    x: Array,
+    target: Array,
+    scale: Array | None,
+    first: Array,
+    second: Array,
+    cos: Array | None,
+    sin: Array | None,
+    interleaved: bool,
+    how: Quantised | None,
+) -> bool:
+    """`caches.storage.Arrays.write`; always True, because it handles every case."""
+    if not target.flags.writeable:
+        raise ValueError("an array of the cache is read-only; expected one that append can write to")
+    # a source inside of the target would change while it is read
+    x = x.copy() if np.may_share_memory(x, target) else x
+    x = x if x.strides[-1] == x.itemsize else dense(x)
+    wide = np.float64 if x.dtype == np.float64 else np.float32
+    cos, sin = (None if a is None else np.ascontiguousarray(a, wide) for a in (cos, sin))
+    x, target = (a.view(np.uint16) if a.dtype.name == "bfloat16" else a for a in (x, target))
+    codes = (0, 0) if how is None else numbers(how)
+    _core.append(x, target, scale, *codes, first, second, cos, sin, interleaved, threads.number)
+    return True
+
+
 def ffi_handlers() -> dict[str, Any]:
     """The handlers of XLA's foreign function interface by their names, as capsules (core/ffi.cpp)."""
     return _core.ffi_handlers()
@@ -270,11 +281,9 @@ def _extra(problem: Problem, extras: Extras) -> Any:
     if extras.sinks is not None:
         sinks = np.ascontiguousarray(extras.sinks, np.float64)
     how = problem.quantised
-    scales = (None, None) if how is None else (dense(extras.k_scale), dense(extras.v_scale))
+    codes = (None, None, 0, 0) if how is None else (dense(extras.k_scale), dense(extras.v_scale), *numbers(how))
     pages = extras.block_table, extras.page_size
     by_position = None if extras.distances is None else np.ascontiguousarray(extras.distances), gates
     of = problem.selection
     selected = (None, 1, 1) if of is None else (of.lists(), of.block, of.rows)
-    return _core.Extra(
-        extras.bias, slopes, offset, sinks, *pages, extras.seed, *scales, *numbers(how), *by_position, *selected
-    )
+    return _core.Extra(extras.bias, slopes, offset, sinks, *pages, extras.seed, *codes, *by_position, *selected)
