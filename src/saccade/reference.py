@@ -111,12 +111,16 @@ def weights_of(q: Array, k: Array, mask: Any, opt: OracleOptions, r: Any) -> Wei
     slopes = np.zeros((1, Hq)) if opt.slopes is None else np.atleast_2d(r(opt.slopes))
     stop = np.full(B, Tk) if opt.stop is None else np.asarray(opt.stop)
     distance = np.arange(Tq)[:, None] + (stop - Tq).reshape(-1, 1, 1, 1) - np.arange(Tk)
+    terms = list(terms_by_position(distance, opt, r))
+    if opt.table is not None and terms:
+        # like a bias, an entry of -inf excludes
+        allowed = allowed & (terms[0] != -np.inf)
     with np.errstate(invalid="ignore", over="ignore"):
         s = r(np.where(allowed, q @ k.swapaxes(-1, -2) * scale, 0))
         slope = scale / np.cosh(s / opt.softcap) ** 2 if opt.softcap else scale * np.ones(())
         s = r((opt.softcap * np.tanh(s / opt.softcap) if opt.softcap else s) + np.where(allowed, bias, 0))
         s = r(s - slopes[..., None, None] * abs(distance))
-        for term in terms_by_position(distance, opt, r):
+        for term in terms:
             s = r(s + np.where(allowed, term, 0))
     sink = np.full(Hq, -np.inf) if opt.sinks is None else r(opt.sinks)
     sink = np.broadcast_to(sink.reshape(-1, 1, 1), (B, Hq, Tq, 1)).astype(s.dtype)

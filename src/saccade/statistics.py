@@ -31,7 +31,8 @@ def sinks_gradient(sinks: Any, lse: Any, delta: Any, *, log2: bool = False) -> A
     """
     of = namespace(lse)
     share = of.exp2(sinks * np.log2(np.e) - lse) if log2 else of.exp(sinks - lse)
-    return -(share * delta).sum(tuple(range(lse.ndim - 1)))
+    # a sink of -inf has no weight, also in rows whose lse is -inf
+    return -of.where(sinks == -np.inf, 0.0, share * delta).sum(tuple(range(lse.ndim - 1)))
 
 
 def sink_delta(delta: Any, sinks: Any, lse: Any, dentropy: Any) -> Any:

@@ -83,6 +83,24 @@ def test_decode_from_a_cache() -> None:
         np.testing.assert_allclose(np.array(o[b]), np.array(alone[0]), atol=1e-6)
 
 
+@pytest.mark.parametrize("put", [np.asarray, mx.array])
+def test_decode_from_pages(put, rng) -> None:
+    q, k, v = (rng.standard_normal(s, np.float32) for s in ((3, 1, 4, 8), (4, 8, 2, 8), (4, 8, 2, 6)))
+    table, lengths = np.array([[2, 3], [0, -1], [1, -1]], np.int32), np.array([11, 5, 3], np.int32)
+    expected = saccade.decode(q, saccade.PagedKeys(k, v, table, lengths))
+    there = saccade.PagedKeys(mx.array(k), mx.array(v), put(table), put(lengths))
+    np.testing.assert_allclose(np.array(saccade.decode(mx.array(q), there)), expected, atol=1e-6)
+    slope = mx.grad(lambda keys: saccade.decode(mx.array(q), there._replace(k=keys)).sum())(there.k)
+    assert np.abs(np.array(slope)[[0, 1, 2, 3], [0, 0, 0, 0]]).min() > 0
+    assert not np.array(slope)[0, 5:].any()
+
+
+def test_caches_of_codes_are_refused() -> None:
+    cache = saccade.KVCache(2, 8, 2, 8, quantised="int8")
+    with pytest.raises(Unsupported, match="caches of codes are for NumPy and torch"):
+        saccade.decode(mx.zeros((2, 1, 4, 8)), cache)
+
+
 def test_the_signature_of_mlx() -> None:
     from saccade.integrations.mlx import route, scaled_dot_product_attention
 

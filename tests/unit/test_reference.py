@@ -98,6 +98,19 @@ def test_oracle_is_torch_sdpa(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(mine, theirs.transpose(1, 2), atol=1e-12)
 
 
+def test_an_entry_of_minus_infinity_excludes_like_a_bias(rng: np.random.Generator) -> None:
+    q, k, v, do, dlse = draw(rng)
+    table = np.where(np.arange(4) < 3, rng.standard_normal((HQ, 4)), -np.inf)
+    # the table as a bias: distances from 3 on are excluded
+    distance = np.arange(TQ)[:, None] + TK - TQ - np.arange(TK)
+    bias = table[:, np.clip(distance, 0, 3)]
+    v[0, 0] = k[1, 0] = np.nan
+    got, want = (reference.both(do, q, k, v, dlse=dlse, **x) for x in ({"table": table, "origin": 0}, {"bias": bias}))
+    for a, b in zip((*got[0], *got[1][:3]), (*want[0], *want[1][:3]), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-13)
+    assert np.isfinite(got[0][0][:, 1:]).all()
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_excluded_keys_never_leak(bad: float, rng: np.random.Generator) -> None:
     q, k, v, do, dlse = draw(rng)

@@ -11,7 +11,7 @@ import wgpu
 
 from saccade import Unsupported
 from saccade.backends.webgpu import adapters, device
-from saccade.backends.webgpu.arrays import CARRIED, GpuArray, array, empty
+from saccade.backends.webgpu.arrays import CARRIED, GpuArray, array, empty, write_slots
 from saccade.backends.webgpu.device import Gpu
 from saccade.backends.webgpu.step import Step
 
@@ -98,9 +98,38 @@ def test_arrays_of_the_device(gpu: Gpu):
     np.testing.assert_array_equal(x.reshape(3, 4).numpy(), np.arange(12).reshape(3, 4))
     with pytest.raises(ValueError, match="expected one of 12 elements"):
         x.reshape(5, 2)
+    assert x.reshape((4, -1)).shape == (4, 3)
     with pytest.raises(TypeError, match="float64; expected one of float32"):
         array(np.zeros(3), gpu)
+    with pytest.raises(TypeError, match="foreign byte order >f4; expected native"):
+        array(np.zeros(3, ">f4"), gpu)
     assert not empty((2, 3), gpu=gpu).numpy().any()
+
+
+def test_impossible_shapes_are_refused(gpu: Gpu):
+    x, none = array(np.arange(12, dtype=np.float32), gpu), empty((0, 3), gpu=gpu)
+    below = "expected sizes of at least 0"
+    for refused in (
+        lambda: x.reshape(-2, -6), lambda: x.reshape(-3, -1), lambda: x.reshape(-1, -1, 12),
+        lambda: none.reshape(0, -1), lambda: x.first((-2, -3)), lambda: empty((-2, -3), gpu=gpu),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=below):
+            refused()
+    with pytest.raises(TypeError, match="float"):
+        x.reshape(3.0, 4.0)
+    for many in (none.reshape, lambda *shape: x.first(shape)):
+        with pytest.raises(ValueError, match="shape is"):
+            many(1 << 32, 1 << 32)
+    with pytest.raises(Unsupported, match="an array has"):
+        empty((1 << 32, 1 << 32), gpu=gpu)
+
+
+def test_numpy_converts_arrays_of_the_device(gpu: Gpu):
+    x = np.arange(12, dtype=np.float32)
+    np.testing.assert_array_equal(np.asarray(array(x, gpu)), x)
+    assert np.asarray(array(x, gpu), np.float64).dtype == np.float64
+    with pytest.raises(ValueError, match="copied from the device"):
+        array(x, gpu).__array__(copy=False)
 
 
 def test_bfloat16_is_widened(gpu: Gpu):
@@ -129,6 +158,16 @@ def test_storage_released_unused_is_not_zeroed_under_its_next_owner(gpu: Gpu):
     gpu.release(gpu.upload(np.ones(777, np.float32)))
     gpu.release(gpu.buffer(4 * 777))
     np.testing.assert_array_equal(array(np.ones(777, np.float32), gpu).numpy(), 1)
+
+
+def test_a_failed_copy_leaves_the_zeroing_to_the_next(gpu: Gpu):
+    gpu.release(gpu.upload(np.ones(999, np.float32)))
+    again, one = empty((999,), gpu=gpu), array(np.ones((2, 4), np.float32), gpu)
+    with pytest.raises(wgpu.GPUError):
+        gpu.copy([(one.buffer, 0, one.buffer, 16, 16)])
+    assert not again.numpy().any()
+    with pytest.raises(ValueError, match="copied into itself; expected two buffers"):
+        write_slots(one.reshape(2, 1, 4), one, np.array([1, 0]))
 
 
 def test_steps_see_those_before_them(gpu: Gpu, rng: np.random.Generator):

@@ -74,6 +74,18 @@ def test_decode_over_keys_longer_than_a_binding(gpu, monkeypatch) -> None:
     np.testing.assert_allclose(saccade.attention(q, k, v, backend="webgpu"), whole, atol=2e-7)
 
 
+@pytest.mark.parametrize("Tq", [1, 20])
+def test_a_cache_longer_than_a_binding_with_few_keys(gpu, monkeypatch, rng, Tq) -> None:
+    q, k, v = (webgpu.array(rng.standard_normal((1, T, H, 8), np.float32), gpu) for T, H in ((Tq, 4), (40, 2), (40, 2)))
+    whole = saccade.attention(q, k, v, saccade.mask.causal()).numpy()
+    monkeypatch.setitem(gpu.limits, LIMIT, 1 << 14)
+    cache = saccade.KVCache(1, 1000, 2, 8, device="webgpu")
+    assert cache.k.nbytes > 1 << 14
+    assert np.array_equal(saccade.decode(q, cache).numpy(), np.zeros_like(whole))
+    cache.append(k, v)
+    np.testing.assert_array_equal(saccade.decode(q, cache).numpy(), whole)
+
+
 @pytest.mark.parametrize("dtype, D, Dv, heads", [("float32", 16, 24, (4, 2)), ("float16", 80, 8, (3, 1))])
 def test_decode_with_and_without_shuffles(gpu, monkeypatch, dtype, D, Dv, heads) -> None:
     assert gpu.shuffle >= 4

@@ -22,6 +22,7 @@ from ..operands import Request
 from ..problem import check_gradients
 from . import numpy as host
 from .call import PlannedCall, first_keys, gradients_of, prepare, rows_of, spec
+from .source import pages_in_use
 
 Array = NDArray[Any]
 KINDS: dict[Any, str] = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16", mx.float64: "float64"}
@@ -54,8 +55,18 @@ def attention_backward(
 
 
 def decode(q: mx.array, cache: Any, request: Request) -> tuple[mx.array, mx.array]:
-    """(o, lse) of new queries over cache.k and cache.v, MLX arrays; cache.lengths [B] is a NumPy array."""
+    """(o, lse) of new queries over cache.k and cache.v, MLX arrays; cache.lengths [B] is a NumPy array.
+
+    The keys of a cache in pages are copied out of them. Raises Unsupported for a cache of codes.
+    """
+    if getattr(cache, "quantised", None) is not None:
+        raise Unsupported("mlx", ["caches of codes are for NumPy and torch: convert q and the cache"])
     _same(q, cache.k, cache.v)
+    if hasattr(cache, "block_table"):
+        source, request = pages_in_use(cache, request)
+        pages = mx.array(source.table)
+        k, v = (x[pages].flatten(1, 2)[:, : source.tokens] for x in (cache.k, cache.v))
+        return attention(q, k, v, request, "decode")
     longest, request = first_keys(cache, np.asarray(cache.lengths), request)
     return attention(q, cache.k[:, :longest], cache.v[:, :longest], request, "decode")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -43,7 +45,7 @@ class GpuArray:
 
     @property
     def size(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -55,22 +57,28 @@ class GpuArray:
     def __repr__(self) -> str:
         return f"GpuArray(shape={self.shape}, dtype={self.dtype}, on {self.gpu.name!r})"
 
-    def reshape(self, *shape: int) -> GpuArray:
+    def reshape(self, *shape: int | tuple[int, ...]) -> GpuArray:
         """The same elements in another shape, which may contain one -1; the storage is shared."""
-        wanted = np.broadcast_to(np.int8(0), self.shape).reshape(shape).shape if -1 in shape else shape
-        if int(np.prod(wanted, dtype=np.int64)) != self.size:
+        wanted = _sizes(*shape, free=self.size)
+        if math.prod(wanted) != self.size:
             raise ValueError(f"shape is {shape}; expected one of {self.size} elements, as {self.shape} has")
         return GpuArray(self.gpu, self.buffer, wanted, self.dtype, self._owner)
 
     def first(self, shape: tuple[int, ...]) -> GpuArray:
         """The first elements of the array, in C order, as an array of this shape; the storage is shared."""
-        if int(np.prod(shape, dtype=np.int64)) > self.size:
+        shape = _sizes(shape)
+        if math.prod(shape) > self.size:
             raise ValueError(f"shape is {shape}; expected at most {self.size} elements, as {self.shape} has")
         return GpuArray(self.gpu, self.buffer, shape, self.dtype, self._owner)
 
     def numpy(self) -> NDArray[Any]:
         """A copy as a NumPy array; waits until the array is computed."""
         return self.gpu.download(self.buffer, self.dtype, self.shape)
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
+        if copy is False:
+            raise ValueError("copy is False; expected None or True, because the array is copied from the device")
+        return self.numpy().astype(self.dtype if dtype is None else dtype, copy=False)
 
 
 class _Owner:
@@ -103,7 +111,7 @@ def array(x: Any, gpu: Gpu | None = None) -> GpuArray:
 
 
 def empty(shape: tuple[int, ...], dtype: DTypeLike = np.float32, gpu: Gpu | None = None) -> GpuArray:
-    """Zeros of this shape on the device; dtypes and errors as in `array`.
+    """Zeros of this shape on the device; dtypes and errors as in `array`, and ValueError for a size below 0.
 
     Examples:
         >>> from saccade.backends.webgpu import empty
@@ -113,7 +121,8 @@ def empty(shape: tuple[int, ...], dtype: DTypeLike = np.float32, gpu: Gpu | None
     """
     _check_dtype(np.dtype(dtype))
     gpu = gpu or open_gpu()
-    nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    shape = _sizes(shape)
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     return GpuArray(gpu, gpu.buffer(nbytes), shape, dtype)
 
 
@@ -179,10 +188,27 @@ def _copy(target: GpuArray, n: int, source: GpuArray, m: int, pieces: Sequence[t
     if row % 4:
         raise ValueError(f"a row {list(target.shape[n:])} has {row} bytes; expected a multiple of 4")
     copies = [(source.buffer, a * row, target.buffer, b * row, count * row) for a, b, count in pieces if count * row]
+    if copies and source.buffer is target.buffer:
+        raise ValueError("an array is copied into itself; expected two buffers: copy it first, by array(x.numpy())")
     if copies:
         source.gpu.copy(copies)
 
 
+def _sizes(*shape: Any, free: int | None = None) -> tuple[int, ...]:
+    # the sizes of a shape, given one by one or as one tuple; free: the number of elements, if one size may be -1
+    if len(shape) == 1 and isinstance(shape[0], Sequence):
+        shape = tuple(shape[0])
+    sizes = tuple(map(operator.index, shape))
+    if free is not None and sizes.count(-1) == 1:
+        rest = -math.prod(sizes)
+        sizes = tuple(free // rest if n == -1 and rest else n for n in sizes)
+    if min(sizes, default=0) < 0:
+        raise ValueError(f"shape is {shape}; expected sizes of at least 0{'' if free is None else ', or one -1'}")
+    return sizes
+
+
 def _check_dtype(dtype: np.dtype[Any]) -> None:
+    if not dtype.isnative:
+        raise TypeError(f"dtype has foreign byte order {dtype}; expected native: x.astype(x.dtype.newbyteorder('='))")
     if dtype.name not in CARRIED:
         raise TypeError(f"dtype is {dtype}; expected one of {', '.join(CARRIED)}: cast it")

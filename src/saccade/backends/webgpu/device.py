@@ -148,7 +148,6 @@ class Gpu:
         pieces = [(read[0], array.reshape(-1).view(np.uint8)) for read, array in zip(reads, arrays, strict=True)]
         ticks = np.empty(2 * len(steps) if timed else 0, np.uint64)
         with self._guarded():
-            # everything that may fail comes before the zeroing, which is recorded only once
             bound = [(self._pipeline(step.kernel), self._group(step), self._grid(step)) for step in steps]
             encoder = self._device.create_command_encoder()
             self._memory.clear_stale(encoder)

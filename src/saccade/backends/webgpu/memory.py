@@ -81,13 +81,12 @@ class Memory:
             self._free_bytes += buffer.size
 
     def clear_stale(self, encoder: Any) -> None:
-        """Record commands that zero the reused buffers returned by `buffer`."""
-        stale, self._stale = self._stale, {}
-        for buffer in stale.values():
+        """Record commands that zero the reused buffers returned by `buffer`; they stay stale until `submit`."""
+        for buffer in self._stale.values():
             encoder.clear_buffer(buffer)
 
     def submit(self, encoder: Any, pieces: Sequence[tuple[Buffer, Array]]) -> None:
-        """Submit the encoder and copies of the buffers' first bytes, and fill the byte arrays with them.
+        """Submit the encoder, after `clear_stale`, and copies of the buffers' first bytes into the byte arrays.
 
         It is one submit, unless an array is longer than CHUNK.
         """
@@ -103,6 +102,7 @@ class Memory:
         for (buffer, flat), place in zip(pieces, places, strict=False):
             encoder.copy_buffer_to_buffer(buffer, source, staging, place, -(-flat.size // 4) * 4)
         self._device.queue.submit([encoder.finish()])
+        self._stale.clear()
         if not places[-1]:
             return
         # the copies have been submitted, so wgpu need not submit an empty encoder before it maps

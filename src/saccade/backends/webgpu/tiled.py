@@ -106,9 +106,12 @@ class AttentionLaunch:
         first, last = span.b0 * T + span.t0, (span.b1 - 1) * T + span.t1
         unit = 256 // gcd(256, *(self.widths[name] for name in buffers))
         base = first // unit * unit
-        if (base, last) == (0, self.problem.B * T):
-            return list(buffers.values()), 0
         widths = [self.widths[name] for name in buffers]
+        if (base, last) == (0, self.problem.B * T):
+            # a buffer may be longer than its array, and then longer than a binding
+            limit = int(self.gpu.limits[BINDING])
+            each = zip(buffers.values(), widths, strict=True)
+            return [x if x.size <= limit else (x, 0, max(last * w, 16)) for x, w in each], 0
         return [(x, base * w, (last - base) * w) for x, w in zip(buffers.values(), widths, strict=True)], base
 
     def keys(self, span: Span, **gradients: Buffer) -> tuple[list[Any], int]:

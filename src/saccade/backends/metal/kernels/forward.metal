@@ -141,7 +141,7 @@ kernel void forward(device const T* q [[buffer(0)]],
         threadgroup_barrier(mem_flags::mem_threadgroup);
         report(stage(staged, rows_of(v, v_scales), turns, dims, side, p, of_values, k0, BC, c, VC, DV, tid), spoiled, lane, simdgroup);
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        const bool careful = (partial || BIAS) && any_spoiled(spoiled);
+        const bool careful = (partial || BIAS || RELATIVE) && any_spoiled(spoiled);
 #pragma clang loop unroll(full)
         for (int d = 0; d < VC; d += 8) {
           simdgroup_float8x8 more = weighted(tile, staged, VC, d, careful, corners);

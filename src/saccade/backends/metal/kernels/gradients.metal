@@ -60,7 +60,7 @@ inline void add(thread simdgroup_float8x8* sums, device const T* from, threadgro
     const bool found = stage(staged, from, nullptr, dims, side, p, others, at.first, BC, c, C, N, at.tid);
     report(found, spoiled, at.lane, at.simdgroup);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    const bool careful = (at.partial || BIAS) && any_spoiled(spoiled);
+    const bool careful = (at.partial || BIAS || RELATIVE) && any_spoiled(spoiled);
 #pragma clang loop unroll(full)
     for (int d = 0; d < C; d += 8) {
       simdgroup_float8x8 more = weighted(weights, staged, C, d, careful, corners);

@@ -27,9 +27,10 @@ fn row(i: u32) -> u32 { return (first + i) * numbers.H + i_head; }
 {% endif %}
 {% if "qk" in names %}
 fn row_k(i: u32) -> u32 { return (first + i) * (numbers.H / numbers.G) + i_head / numbers.G; }
+{# the exponent is not chosen by min, which may drop a NaN #}
 {% macro feature(x) %}
 {% if feature_map == "elu+1" %}
-select(exp4(min({{ x }}, vec4<f32>())), {{ x }} + 1.0, {{ x }} > vec4<f32>())
+select(exp4(select({{ x }}, vec4<f32>(), {{ x }} > vec4<f32>())), {{ x }} + 1.0, {{ x }} > vec4<f32>())
 {%- elif feature_map == "relu" %}
 select({{ x }}, vec4<f32>(), {{ x }} < vec4<f32>())
 {%- elif feature_map == "exp" %}
@@ -45,7 +46,7 @@ fn mapped(x: vec4<f32>, c: u32) -> vec4<f32> {
 }
 fn slope(x: vec4<f32>) -> vec4<f32> {
 {% if feature_map == "elu+1" %}
-  return exp4(min(x, vec4<f32>()));
+  return exp4(select(x, vec4<f32>(), x > vec4<f32>()));
 {% elif feature_map == "relu" %}
   return select(vec4<f32>(), vec4<f32>(1.0), x > vec4<f32>());
 {% elif feature_map == "exp" %}

@@ -229,7 +229,8 @@ fn scores4(x: vec4<f32>, t: vec4<i32>, j: vec4<i32>) -> vec4<f32> {
   let nearby = relative4(t + position, j);
   s += nearby;
 {% endif %}
-  s = max(s * LOG2E, vec4<f32>(START));
+  let y = s * LOG2E;
+  s = select(max(y, vec4<f32>(START)), y, is_nan4(y));
 {% if bias %}
   // -inf excludes; tested by its bits, because WGSL does not guarantee infinities
   s = select(s, vec4<f32>(MASKED), bitcast<vec4<u32>>(added) == vec4<u32>(0xff800000u));
@@ -262,9 +263,11 @@ fn lse_of(top: f32, sum: f32) -> f32 {
 fn infinite4(x: vec4<f32>) -> bool {
   return any((bitcast<vec4<u32>>(x) & vec4<u32>(0x7f800000u)) == vec4<u32>(0x7f800000u));
 }
-{% if fine or rolled | default(false) %}
-// tests the bits, because compilers may assume x == x
+// tests the bits, because compilers may assume x == x; for the same reason a NaN may be neither above MASKED nor unequal 0
 fn is_nan4(x: vec4<f32>) -> vec4<bool> { return (bitcast<vec4<u32>>(x) & vec4<u32>(0x7fffffffu)) > vec4<u32>(0x7f800000u); }
+fn excluded4(s: vec4<f32>) -> vec4<bool> { return (s <= vec4<f32>(MASKED)) & !is_nan4(s); }
+fn has_weight(p: f32) -> bool { return (bitcast<u32>(p) & 0x7fffffffu) != 0u; }
+{% if fine or rolled | default(false) %}
 // exp2 of a NaN is a number on some CPUs
 fn exp2_nan(x: vec4<f32>) -> vec4<f32> { return select(exp2(x), x, is_nan4(x)); }
 {% endif %}

@@ -39,7 +39,7 @@ fn dbias(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
 {% if dropout %}
           dp{{ i }} *= kept4(vec4<u32>(t4_{{ i }}), vec4<u32>(j4));
 {% endif %}
-          sum{{ i }} += select(weights4(s{{ i }}, stat.xxxx, stat.yyyy) * (dp{{ i }} - stat.z), vec4<f32>(), s{{ i }} <= vec4<f32>(MASKED));
+          sum{{ i }} += select(weights4(s{{ i }}, stat.xxxx, stat.yyyy) * (dp{{ i }} - stat.z), vec4<f32>(), excluded4(s{{ i }}));
         }
 {% endfor %}
       }

@@ -213,7 +213,7 @@ fn decode(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
 {% endfor %}{% endfor %}
         if (partial_seg{{ " || true" if bias or relative }}) {
 {% for r in range(R) %}{% for n in range(NV) %}{% for u in range(U) %}
-          acc{{ r }}_{{ n }}_{{ u }} += select(vec4<f32>(), p.{{ "xyzw"[r] }} * y{{ n }}_{{ u }}, p.{{ "xyzw"[r] }} != 0.0);
+          acc{{ r }}_{{ n }}_{{ u }} += select(vec4<f32>(), p.{{ "xyzw"[r] }} * y{{ n }}_{{ u }}, has_weight(p.{{ "xyzw"[r] }}));
 {% endfor %}{% endfor %}{% endfor %}
         } else {
 {% for r in range(R) %}{% for n in range(NV) %}{% for u in range(U) %}

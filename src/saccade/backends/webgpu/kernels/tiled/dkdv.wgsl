@@ -54,7 +54,7 @@ fn dkdv(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
 {% endif %}
 {{ p.score_columns("s", "k0", "a0", "stop") }}
 {% for i in range(RT) %}
-        s{{ i }} = select(weights4(s{{ i }}, high4, low4), vec4<f32>(), s{{ i }} <= vec4<f32>(MASKED));
+        s{{ i }} = select(weights4(s{{ i }}, high4, low4), vec4<f32>(), excluded4(s{{ i }}));
 {% if dropout %}
         let keep{{ i }} = kept4(vec4<u32>(t4), vec4<u32>(j4_{{ i }}));
         let w{{ i }} = s{{ i }} * keep{{ i }};

@@ -49,7 +49,7 @@ fn dq(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) 
 {% if dropout %}
       dp{{ i }} *= kept4(vec4<u32>(t4_{{ i }}), vec4<u32>(j4));
 {% endif %}
-      s{{ i }} = select(weights4(s{{ i }}, stat{{ i }}.xxxx, stat{{ i }}.yyyy) * (dp{{ i }} - stat{{ i }}.z), vec4<f32>(), s{{ i }} <= vec4<f32>(MASKED));
+      s{{ i }} = select(weights4(s{{ i }}, stat{{ i }}.xxxx, stat{{ i }}.yyyy) * (dp{{ i }} - stat{{ i }}.z), vec4<f32>(), excluded4(s{{ i }}));
 {% if gates_grad %}
       total{{ i }} += (s{{ i }}.x + s{{ i }}.y) + (s{{ i }}.z + s{{ i }}.w);
 {% endif %}

@@ -122,7 +122,7 @@ let v{{ e }} = sh[{{ VALUES + e * NV * CG + n * CG }}u + {{ k }} * {{ 4 * NV * C
 let p{{ i }} = sh[{{ weight_at(i) }} + ((kc / 4u + {{ k }}) ^ ((rg * {{ RT }}u + {{ i }}u) & {{ CG - 1 }}u))];
 {% if guard %}
 {% for e in "xyzw" %}
-sum{{ i }} += select(vec4<f32>(), p{{ i }}.{{ e }} * v{{ loop.index0 }}, (p{{ i }}.{{ e }} != 0.0) | !guard);
+sum{{ i }} += select(vec4<f32>(), p{{ i }}.{{ e }} * v{{ loop.index0 }}, has_weight(p{{ i }}.{{ e }}) | !guard);
 {% endfor %}
 {% else %}
 sum{{ i }} = fma(vec4<f32>(p{{ i }}.w), v3, fma(vec4<f32>(p{{ i }}.z), v2, fma(vec4<f32>(p{{ i }}.y), v1, fma(vec4<f32>(p{{ i }}.x), v0, sum{{ i }}))));

@@ -33,7 +33,7 @@ fn refine(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
 {% if dropout %}
       dp{{ i }} *= kept4(vec4<u32>(t4_{{ i }}), vec4<u32>(j4));
 {% endif %}
-      let out{{ i }} = s{{ i }} <= vec4<f32>(MASKED);
+      let out{{ i }} = excluded4(s{{ i }});
       s{{ i }} = select(weights4(s{{ i }}, stat{{ i }}.xxxx, stat{{ i }}.yyyy), vec4<f32>(), out{{ i }});
       weight{{ i }} += s{{ i }};
       weighed{{ i }} += select(s{{ i }} * (dp{{ i }} - stat{{ i }}.w), vec4<f32>(), out{{ i }});
