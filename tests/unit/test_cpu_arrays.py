@@ -74,6 +74,14 @@ def test_a_cache_that_cannot_be_written() -> None:
         cache.append(numbers(1, 2, 2, 8), numbers(1, 2, 2, 8), rotation={})
 
 
+def test_a_cache_with_bytes_of_others() -> None:
+    cache = KVCache(1, 4, 2, 8)
+    cache.k = np.zeros(cache.k.shape, np.int8)
+    with pytest.raises(TypeError, match="a dtype that the core does not compute"):
+        cache.append(numbers(1, 2, 2, 8), numbers(1, 2, 2, 8), rotation={})
+    assert not cache.k.any()
+
+
 def test_factors_of_any_float() -> None:
     cache, k = KVCache(1, 3, 2, 8), numbers(1, 3, 2, 8)
     cache.append(k, k, rotation={"factor": np.float64(1.5)})

@@ -131,8 +131,7 @@ def check_rows(q: Tensor, k: Tensor, v: Tensor, pages: bool = False) -> None:
     """Raise unless q, k and v are packed, [total, heads, D]; pages: k and v are pages, which are not checked."""
     for name, x in (("q", q),) if pages else (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
-        if x.dim() != 3:
-            raise ValueError(f"{name} has shape {list(x.shape)}; expected [total, heads, D], packed by cu_seqlens")
+        _check_dims(name, x, True)
 
 
 def packed_mask(mask: Mask | None, at: Sequences, equal: bool) -> Mask:
@@ -210,11 +209,15 @@ def attend_pages(
 _pages_outside_graphs = outside_graphs(attend_pages, "calls over pages")
 
 
+def _check_dims(name: str, x: Tensor, packed: bool) -> None:
+    shape = "[total, heads, D], packed by cu_seqlens" if packed else "[B, S, heads, D]"
+    if x.dim() != (3 if packed else 4):
+        raise ValueError(f"{name} has shape {list(x.shape)}; expected {shape}")
+
+
 def _flat(name: str, x: Tensor, cu: Any) -> tuple[Tensor, Tensor]:
     # x as [total, H, D] with its bounds, also for rows of a batch
-    shape = "[B, S, heads, D]" if cu is None else "[total, heads, D], packed by cu_seqlens"
-    if x.dim() != (4 if cu is None else 3):
-        raise ValueError(f"{name} has shape {list(x.shape)}; expected {shape}")
+    _check_dims(name, x, cu is not None)
     if cu is not None:
         return x, cu
     B, S = x.shape[:2]

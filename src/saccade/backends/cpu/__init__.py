@@ -32,7 +32,6 @@ except ImportError as error:
     raise Unsupported("cpu", [f"its compiled core {reason}; install the package with `pip install .`"]) from error
 
 from . import threads
-from .codes import dense, numbers
 from .probes import isa, probe_flops, probe_stream
 from .threads import get_num_threads, set_num_threads
 
@@ -72,6 +71,8 @@ TAKES = {
 DIRECT = {"softcap", "batch"}
 THREADS = threads
 CARRIER = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": np.uint16}
+# the core's numbers for the kinds of codes
+CODES = {"int8": 1, "int4": 2, "fp8": 3}
 LARGEST_HEAD = 1024
 
 _parts: weakref.WeakKeyDictionary[Plan, list[Any]] = weakref.WeakKeyDictionary()
@@ -233,18 +234,23 @@ def append(
         raise ValueError("an array of the cache is read-only; expected one that append can write to")
     # a source inside of the target would change while it is read
     x = x.copy() if np.may_share_memory(x, target) else x
-    x = x if x.strides[-1] == x.itemsize else dense(x)
+    x = _dense(x)
     wide = np.float64 if x.dtype == np.float64 else np.float32
     cos, sin = (None if a is None else np.ascontiguousarray(a, wide) for a in (cos, sin))
     x, target = (a.view(np.uint16) if a.dtype.name == "bfloat16" else a for a in (x, target))
-    codes = (0, 0) if how is None else numbers(how)
-    _core.append(x, target, scale, *codes, first, second, cos, sin, interleaved, threads.number)
+    code, group = (0, 0) if how is None else (CODES[how.kind], how.group)
+    _core.append(x, target, scale, code, group, first, second, cos, sin, interleaved, threads.number)
     return True
 
 
 def ffi_handlers() -> dict[str, Any]:
     """The handlers of XLA's foreign function interface by their names, as capsules (core/ffi.cpp)."""
     return _core.ffi_handlers()
+
+
+def _dense(x: Array) -> Array:
+    # kernels need a contiguous last dimension
+    return x if x.strides[-1] == x.itemsize else np.ascontiguousarray(x)
 
 
 def _core_parts(plan: Plan) -> list[Any]:
@@ -281,7 +287,9 @@ def _extra(problem: Problem, extras: Extras) -> Any:
     if extras.sinks is not None:
         sinks = np.ascontiguousarray(extras.sinks, np.float64)
     how = problem.quantised
-    codes = (None, None, 0, 0) if how is None else (dense(extras.k_scale), dense(extras.v_scale), *numbers(how))
+    codes = None, None, 0, 0
+    if how is not None:
+        codes = _dense(extras.k_scale), _dense(extras.v_scale), CODES[how.kind], how.group
     pages = extras.block_table, extras.page_size
     by_position = None if extras.distances is None else np.ascontiguousarray(extras.distances), gates
     of = problem.selection

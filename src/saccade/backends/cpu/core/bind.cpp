@@ -181,7 +181,7 @@ Call make_call(const Options& o, const Extra& e) {
 template <class A>
 void coded(Array& x, const A& scale, Code code, int64_t group) {
   const Array s = view(scale);
-  x.dtype = DType::codes, x.code = code, x.group = group;
+  x.code = code, x.group = group;
   x.scale = reinterpret_cast<const uint16_t*>(s.data);
   for (int i = 0; i < 3; ++i) x.scale_stride[i] = s.stride[i];
 }
@@ -196,10 +196,11 @@ void forward(const std::vector<PlanPart*>& parts, const Options& o, int threads,
              const In& k, const In& v, const Any& out, const Any& lse, std::optional<Any> max,
              std::optional<Any> entropy, const Extra& e) {
   Call c = make_call(o, e);
-  c.q = view(q), c.k = view(k), c.v = view(v), c.o = view(out), c.lse = lse.data();
+  const bool codes = e.code != Code::none;
+  c.q = view(q), c.k = view(k, codes), c.v = view(v, codes), c.o = view(out), c.lse = lse.data();
   if (max) c.max = max->data();
   if (entropy) c.entropy = entropy->data();
-  if (e.code != Code::none) coded(c.k, *e.k_scale, e.code, e.group), coded(c.v, *e.v_scale, e.code, e.group);
+  if (codes) coded(c.k, *e.k_scale, e.code, e.group), coded(c.v, *e.v_scale, e.code, e.group);
   c.split_keys = split_keys;
   const auto p = pointers(parts);
   const Unlocked unlocked;
@@ -316,7 +317,7 @@ void append(const In& in, const Any& out, std::optional<Any> scale, int code, in
   Append c;
   c.tokens = static_cast<int64_t>(in.shape(0)), c.heads = static_cast<int64_t>(in.shape(1));
   c.n = static_cast<int64_t>(in.shape(2));
-  c.in = view(in), c.out = view(out);
+  c.in = view(in), c.out = view(out, scale.has_value());
   if (scale) coded(c.out, *scale, Code(code), group);
   c.first = first.data(), c.second = second.data();
   if (cos) c.cos = cos->data(), c.sin = sin->data(), c.interleaved = interleaved;

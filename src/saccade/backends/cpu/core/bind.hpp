@@ -12,7 +12,7 @@ namespace nb = nanobind;
 using Any = nb::ndarray<>;
 using In = nb::ndarray<nb::ro>;
 
-// bfloat16 arrives as uint16, and codes as bytes
+// bfloat16 arrives as uint16
 template <class A>
 DType dtype_of(const A& a) {
   const auto is = [&](nb::dlpack::dtype_code code, int bits) {
@@ -23,15 +23,15 @@ DType dtype_of(const A& a) {
   if (is(Kind::UInt, 16)) return DType::bf16;
   if (is(Kind::Float, 16)) return DType::f16;
   if (is(Kind::Float, 64)) return DType::f64;
-  if (is(Kind::Int, 8) || is(Kind::UInt, 8)) return DType::codes;
   throw nb::type_error("an array has a dtype that the core does not compute");
 }
 
+// coded: of codes, whose scales the caller adds
 template <class A>
-Array view(const A& a) {
+Array view(const A& a, bool coded = false) {
   Array x;
   x.data = static_cast<char*>(const_cast<void*>(static_cast<const void*>(a.data())));
-  x.dtype = dtype_of(a);
+  x.dtype = coded ? DType::codes : dtype_of(a);
   for (size_t i = 0; i < a.ndim() && i < 4; ++i) x.stride[i] = a.stride(i);
   return x;
 }
