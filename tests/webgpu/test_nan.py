@@ -21,6 +21,7 @@ SCORES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "softcap": ({"softcap": 5.0}, {"softcap": 5.0}),
     "alibi": ({"bias": saccade.alibi(SLOPES)}, {"slopes": SLOPES}),
     "bias": ({"bias": ZEROS}, {"bias": ZEROS}),
+    "sinks": ({"sinks": SLOPES}, {"sinks": SLOPES}),
 }
 
 

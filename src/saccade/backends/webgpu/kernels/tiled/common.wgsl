@@ -248,23 +248,24 @@ fn cap_slope4(x: vec4<f32>) -> vec4<f32> {
   return 4.0 * e / ((1.0 + e) * (1.0 + e));
 }
 {% endif %}
+// tests the bits, because compilers may assume x == x; for the same reason a NaN may be neither above MASKED nor unequal 0
+fn is_nan4(x: vec4<f32>) -> vec4<bool> { return (bitcast<vec4<u32>>(x) & vec4<u32>(0x7fffffffu)) > vec4<u32>(0x7f800000u); }
 // log(exp(a) + exp(b)); both may be -inf
 fn log_add(a: f32, b: f32) -> f32 {
   if (a < MASKED) { return b; }
   if (b < MASKED) { return a; }
   let top = max(a, b);
-  return top + log(1.0 + exp((a - top) + (b - top)));
+  let both = a + b;
+  return select(top + log(1.0 + exp((a - top) + (b - top))), both, is_nan4(vec4<f32>(both)).x);
 }
-// the natural lse of weights 2^(score - top) that add up to `sum`, rounded once
+// the natural lse of weights 2^(score - top) that add up to `sum`, rounded once; some devices take the log of a NaN for a number
 fn lse_of(top: f32, sum: f32) -> f32 {
   let high = top * LN2;
-  return high + (fma(top, LN2, -high) + top * LN2_LOW + log(sum));
+  return high + (fma(top, LN2, -high) + top * LN2_LOW + select(log(sum), sum, is_nan4(vec4<f32>(sum)).x));
 }
 fn infinite4(x: vec4<f32>) -> bool {
   return any((bitcast<vec4<u32>>(x) & vec4<u32>(0x7f800000u)) == vec4<u32>(0x7f800000u));
 }
-// tests the bits, because compilers may assume x == x; for the same reason a NaN may be neither above MASKED nor unequal 0
-fn is_nan4(x: vec4<f32>) -> vec4<bool> { return (bitcast<vec4<u32>>(x) & vec4<u32>(0x7fffffffu)) > vec4<u32>(0x7f800000u); }
 fn excluded4(s: vec4<f32>) -> vec4<bool> { return (s <= vec4<f32>(MASKED)) & !is_nan4(s); }
 fn has_weight(p: f32) -> bool { return (bitcast<u32>(p) & 0x7fffffffu) != 0u; }
 {% if fine or rolled | default(false) %}
