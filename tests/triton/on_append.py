@@ -1,4 +1,4 @@
-"""Caches on a device: the kernel that appends tokens to rows, and the gradient of decode.
+"""Caches on a device: the kernel that appends tokens to rows, the gradient of decode, and codes of small values.
 
 Run in Triton's interpreter by tests/system, and on a GPU by `make test-gpu`.
 """
@@ -50,3 +50,18 @@ def test_decode_keeps_the_gradient_of_q(rng: np.random.Generator) -> None:
         (dq,) = torch.autograd.grad(want.sin().sum(), one[0])
         torch.testing.assert_close(o[b].double().cpu(), want[0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(found[b].double().cpu(), dq[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("size", [1.0, 1e-3, 1e-5])
+def test_codes_of_small_values(kind: str, size: float, rng: np.random.Generator) -> None:
+    """Scales of float16 values may be so small that their products with weights are subnormal in float16."""
+    q, k, v = (torch.from_numpy(rng.standard_normal((1, t, 2, 32))).to(DEVICE) for t in (1, 200, 200))
+    cache = saccade.KVCache(1, 200, 2, 32, dtype=torch.float16, quantised=kind, device=DEVICE)
+    cache.append(k.half(), (v * size).half())
+    found = saccade.decode(q.half(), cache, backend="triton").double()
+    numbers = (torch.as_tensor(x).to(q) for x in cache.numbers())
+    want = saccade.attention(*(x.cpu() for x in (q.half().double(), *numbers)))
+    error = (found.cpu() - want).abs().max().item()
+    # o is rounded to float16, whose smallest numbers are multiples of 6e-8
+    assert error <= 2e-3 * want.abs().max().item() + 6e-8

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from saccade.backends import triton as backend
-from saccade.backends.triton import hopper, on_device
+from saccade.backends.triton import hopper, on_device, selected
 from saccade.backends.triton.chip import interpreted
 from saccade.backends.triton.hopper.schedule import schedule_of_intervals
-from saccade.mask import Mask, causal, documents, keys, padding, prefix, window
+from saccade.mask import Mask, causal, documents, keys, padding, prefix, select, window
 from saccade.mask.tiling import FULL
 from saccade.problem import Problem
 
@@ -141,3 +141,12 @@ def test_hopper_takes_masks_that_leave_out_no_key(mask, declined, monkeypatch) -
     reasons = hopper.why_not(p, backend.plan(p), "sm_90")
     assert bool(reasons) == declined
     assert not declined or "left out" in reasons[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_blocks_out_of_range_are_none(dtype) -> None:
+    wrong = [200, torch.iinfo(dtype).min or 255, torch.iinfo(dtype).max, (1 << 32) + 2 if dtype is torch.int64 else 9]
+    lists = torch.tensor([3, 0, *wrong, 3, 1], device=DEVICE).to(dtype).reshape(1, 1, 1, -1)
+    found = selected.lists_of(Problem(1, 5, 64, 1, 1, 16, 16, mask=select(lists, 8, 5), device=DEVICE), lists.device)
+    assert found.counts.item() == 3
+    assert found.p[0, 0, 0, :3].tolist() == [0, 1, 3]

@@ -199,3 +199,39 @@ def test_calls_with_one_array_twice_have_their_own_recording(launches) -> None:
         again(1, q, k, v, True)
         names = {x.data_ptr(): name for name, x in {"q": q, "k": k, "v": v}.items()}
         assert [x[0] for x in named(launches[0][1][0], names)[:3]] == ["q", "k", "v"]
+
+
+def test_lengths_of_another_dtype_are_not_replayed(launches, monkeypatch) -> None:
+    """A kernel that was compiled for lengths of 32 bits would read the halves of numbers of 64 bits."""
+    p = Problem(2, 1, 300, 4, 2, 72, 64, dtype="bfloat16", mask=causal(), scores=Scores(scale=0.1), device="cpu")
+    plan = make_plan(p, backend.limits(p))
+    q, k, v = (torch.randn(2, *x).bfloat16() for x in ((1, 4, 72), (300, 2, 72), (300, 2, 64)))
+
+    def decode(dtype: torch.dtype) -> None:
+        lengths = torch.tensor([3, 300], dtype=dtype)
+        backend.decode(p, plan, Inputs(q, k, v, Extras(lengths=lengths)))
+
+    decode(torch.int32)
+    with monkeypatch.context() as patch:
+        patch.setattr(JITFunction, "run", first_only)
+        decode(torch.int32)
+        with pytest.raises(AssertionError, match="a later call"):
+            decode(torch.int64)
+
+
+def test_devices_share_a_plan_and_no_replay(monkeypatch) -> None:
+    class Noted:
+        def __init__(self, device: str) -> None:
+            self.device = device
+
+        def __call__(self, *_: Any) -> list[Any]:
+            return [self.device]
+
+    monkeypatch.setattr(backend, "Replay", Noted)
+    problems = [Problem(1, 300, 300, 2, 2, 72, 72, dtype="bfloat16", device=f"cuda:{n}") for n in range(2)]
+    one, other = (make_plan(p, backend.limits(p)) for p in problems)
+    assert one is other
+    for p in problems:
+        assert backend._again("forward", p, one, [torch.zeros(1)], lambda: pytest.fail("not a first call")) == [
+            p.device
+        ]

@@ -217,7 +217,7 @@ def replayable(p: Problem, plan: Plan) -> bool:
     return p.uses <= REPLAYED and p.dtype != hopper.EIGHT_BITS and not versions.why_not() and not interpreted()
 
 
-# replays by plan, and by everything else that launches depend on
+# replays by plan, which devices share, and by all else that launches depend on; the last array may be int64 lengths
 _replays: weakref.WeakKeyDictionary[Plan, dict[Any, Replay]] = weakref.WeakKeyDictionary()
 
 
@@ -225,7 +225,7 @@ def _again(
     verb: str, p: Problem, plan: Plan, arrays: Sequence[Tensor], first: Callable[[], tuple[Recorder, list[Tensor]]]
 ) -> list[Tensor] | None:
     replays = _replays.setdefault(plan, {})
-    key = verb, p.dtype, p.scores.scale, p.scores.softcap, p.deterministic
+    key = verb, p.device, p.dtype, p.scores.scale, p.scores.softcap, p.deterministic, arrays[-1].dtype
     if key not in replays:
         replays[key] = Replay(p.device)
     return replays[key](arrays, first)

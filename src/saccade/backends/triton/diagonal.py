@@ -18,7 +18,7 @@ from .kernels.diagonal import Shared
 from .kernels.diagonal_chunks import Borders, Carried, ChunkSums
 from .launch import PLAIN, Launches
 from .recurrent import misplaced
-from .recurrent_call import power_of_two
+from .recurrent_call import far_apart, power_of_two
 from .replay import replayed
 
 TAKES_TENSORS = True
@@ -226,4 +226,6 @@ def _shared(x: Tensor) -> Shared:
     strides = x.stride()
     if x.ndim < 3:
         return Shared(x, 0, 0, 0, strides[0] if x.ndim == 2 else 0)
-    return Shared(x, strides[0], strides[1], strides[2] if x.ndim == 4 else 0, 0)
+    if x.ndim == 3:
+        return Shared(x, strides[0], strides[1], 0, 0)
+    return Shared(x, strides[0], strides[1], strides[2], 0, far_apart(x))

@@ -18,6 +18,6 @@ def fold(o: Tensor, lse: Tensor, more_o: Tensor, more_lse: Tensor) -> None:
     if not o.numel():
         return
     x, y = (Partial(a, b, a.stride(0), b.stride(0)) for a, b in ((o, lse), (more_o, more_lse)))
-    grid, blocks = (-(-T * H // SMALL.BM), B), Blocks(Dv, block(Dv), SMALL.BM)
+    grid, blocks = (-(-T * H // SMALL.BM) * B,), Blocks(Dv, block(Dv), SMALL.BM)
     with on(o):
         PLAIN.run(kernels_fold.fold, grid, x, y, T * H, blocks, num_warps=SMALL.num_warps)

@@ -33,5 +33,5 @@ def backward(
     if rows is not None:
         more["log_f"] = gates_gradient(rows, keys, launch.positions_of(problem, call.plan).tolist())
     if slopes is not None and problem.scores.alibi:
-        more["slopes"] = slopes if problem.scores.alibi[0] > 1 else slopes.sum(0, keepdim=True)
+        more["slopes"] = slopes.sum(0, keepdim=True) if problem.scores.alibi[0] == 1 else slopes
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)

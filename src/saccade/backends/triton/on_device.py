@@ -59,7 +59,7 @@ class Intervals:
         lo, hi = (self.lo.new_empty((Bm, Tk)) for _ in range(2))
         rows, keys = kernels.Intervals(self.lo, self.hi), kernels.Intervals(lo, hi)
         with on(self.lo):
-            lists.rows_of_keys[triton.cdiv(Tk, 256), Bm](rows, keys, Tq, Tk, BLOCK=256)
+            lists.rows_of_keys[(triton.cdiv(Tk, 256) * Bm,)](rows, keys, Tq, Tk, BLOCK=256)
         return lo, hi
 
     @property
@@ -122,7 +122,7 @@ def _by_ids(p: Problem, leaves: tuple[Mask, ...]) -> tuple[Tensor, Tensor, Tenso
     B, T = ids.shape
     lo, hi = (torch.empty((B, T), dtype=torch.int32, device=ids.device) for _ in range(2))
     with on(ids):
-        lists.rows_of_ids[triton.cdiv(T, 256), B](ids, T, kernels.Intervals(lo, hi), T, left, right, BLOCK=256)
+        lists.rows_of_ids[(triton.cdiv(T, 256) * B,)](ids, T, kernels.Intervals(lo, hi), T, left, right, BLOCK=256)
     return lo, hi, torch.zeros((1, 1), dtype=torch.int64, device=ids.device)
 
 
@@ -272,7 +272,7 @@ def segments(part: Intervals, tile: int, quantum: int, *, of_keys: bool = False)
     intervals = kernels.Intervals(*part.rows_of_keys if of_keys else (part.lo, part.hi))
     out = kernels.Lists(count, spread, extent)
     with on(part.lo):
-        lists.segments[n_tiles, Bm](intervals, out, rows, n, n_tiles, config)
+        lists.segments[(n_tiles * Bm,)](intervals, out, rows, n, n_tiles, config)
         lists.pack[(1,)](count, spread, ptr, seg, cells, BLOCK=256)
     return Segments(ptr, seg, extent)
 

@@ -46,7 +46,13 @@ def borders(cu_seqlens: Tensor | None, T: int, device: torch.device) -> Tensor |
 
 def tokens(x: Tensor) -> Tokens:
     """A tensor [B, T, H, n] as kernels take it."""
-    return Tokens(x, *x.stride()[:3])
+    b, t, h, _ = x.stride()
+    return Tokens(x, b, t, h, far_apart(x))
+
+
+def far_apart(x: Tensor) -> int | None:
+    """1 if 32 bits do not hold the offsets along axis 2 of a tensor, None if they do."""
+    return 1 if x.shape[2] * x.stride(2) >= 1 << 31 else None
 
 
 def power_of_two(n: int) -> int:

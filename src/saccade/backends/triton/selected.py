@@ -22,10 +22,13 @@ def lists_of(p: Problem, device: torch.device) -> Lists:
     assert selection is not None
     blocks = -(-p.Tk // selection.block)
     indices = selection.indices
-    tensor = isinstance(indices, torch.Tensor)
-    indices = indices.to(device, torch.int32, non_blocking=True) if tensor else upload(indices, device)
-    # entries out of range are never read: they become no block
-    indices = torch.where((indices < 0) | (indices >= blocks), LAST, indices).sort(-1).values
+    if isinstance(indices, torch.Tensor):
+        narrow = indices.dtype is torch.int32 or indices.dtype.itemsize < 4
+        indices = indices.to(device, torch.int32 if narrow else torch.int64, non_blocking=True)
+    else:
+        indices = upload(indices, device)
+    # entries out of range are never read: they become no block, before numbers of 64 bits are cut to 32
+    indices = torch.where((indices < 0) | (indices >= blocks), LAST, indices).to(torch.int32).sort(-1).values
     again = indices[..., 1:] == indices[..., :-1]
     indices[..., 1:] = torch.where(again, LAST, indices[..., 1:])
     indices = indices.sort(-1).values

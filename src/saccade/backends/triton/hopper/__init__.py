@@ -43,6 +43,8 @@ CHIP = "sm_90"
 DTYPES = ("bfloat16", "float16", EIGHT_BITS)
 # the options of a problem that they compute
 TAKES = {"softcap", "sinks"}
+# the most programs along the second and the third axis of a grid
+MOST = 65535
 
 # per plan, data derived from it
 _derived: weakref.WeakKeyDictionary[Plan, dict[Any, Any]] = weakref.WeakKeyDictionary()
@@ -65,6 +67,8 @@ def why_not(p: Problem, plan: Plan, chip: str) -> list[str]:
         reasons.append(f"head sizes are D = {p.D} and Dv = {p.Dv}, and they take {known}")
     if p.scores.scale <= 0:
         reasons.append(f"the scale is {p.scores.scale}, and they need one above 0")
+    if max(p.B, p.Hq) > MOST:
+        reasons.append(f"there are {p.B} batch entries and {p.Hq} heads, and they take at most {MOST} of each")
     reasons += [f"they compute no call with {OPTIONS.get(name, name)}" for name in sorted(p.uses - TAKES)]
     return reasons or _cached(plan, ("mask", p.dtype), lambda: _by_parts(p, plan))
 

@@ -141,7 +141,7 @@ def schedule_of_intervals(part: Intervals, tile_k: int, tile_q: int) -> Backward
     (Bm, N), M = stops.shape, -(-part.lo.shape[1] // tile_q)
     ranks = stops.new_empty((Bm * M, 2))
     with on(stops):
-        lists.turns[triton.cdiv(M, 256), Bm](stops, ranks, N, M, BLOCK=256)
+        lists.turns[(triton.cdiv(M, 256) * Bm,)](stops, ranks, N, M, BLOCK=256)
     return BackwardSchedule(ptr, seg, _counted(Bm * M + 1, stops.device), ranks, None, *part.rows_of_keys)
 
 

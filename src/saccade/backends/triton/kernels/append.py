@@ -136,7 +136,7 @@ def append_rows(k, v, starts, T, heads, sizes: tl.constexpr):
 
     Grid: rows x tokens x heads, k and v.
     """
-    h, token = tl.program_id(0) % heads, tl.program_id(0) // heads
+    h, token = (tl.program_id(0) % heads).to(tl.int64), tl.program_id(0) // heads
     b, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
     slot = tl.load(starts + b).to(tl.int64) + t
     if tl.program_id(1) == 0:
@@ -152,7 +152,7 @@ def append(x, out, scales, places, angles, heads, config: tl.constexpr):
     HALF: tl.constexpr = config.HALF
     GROUP: tl.constexpr = config.GROUP
     KIND: tl.constexpr = config.KIND
-    t, h = tl.program_id(0) // heads, tl.program_id(0) % heads
+    t, h = tl.program_id(0) // heads, (tl.program_id(0) % heads).to(tl.int64)
     a, b = tl.load(places.first + t).to(tl.int64), tl.load(places.second + t).to(tl.int64)
     if b >= 0:
         side, i = tl.arange(0, 2)[:, None], tl.arange(0, HALF)[None, :]

@@ -345,13 +345,13 @@ def _dq(grads, attention):
         at = (b * place.Hq + h) * place.n_classes * place.n_tiles + n
         tl.store(grads.dslopes + at, tl.sum(tl.where(ok, slopes, 0.0), 0))
     if grads.dscores is not None:
-        add_sums(grads.dscores, (b * place.Hq + h) * place.Tq, t, ok, sums)
+        add_sums(grads.dscores, (b * place.Hq + h).to(tl.int64) * place.Tq, t, ok, sums)
 
 
 @triton.jit
 def add_sums(p, first, at, ok, sums):
     """Add sums to the stored numbers first + at."""
-    p = p + tl.cast(first, tl.int64) + at
+    p = p + first + at
     tl.store(p, tl.load(p, mask=ok, other=0.0) + sums, mask=ok)
 
 
@@ -436,7 +436,7 @@ def _dkdv(grads, attention):
                     inside = rows[None, :] & ok[:, None]
                     acc_k, acc_v, sums = dkdv_step((acc_k, acc_v, sums), keys, attention, t, rows, inside, SUMS)
         if grads.dscores is not None:
-            add_sums(grads.dscores, (b * place.Hq + h) * place.Tk, j, ok, sums)
+            add_sums(grads.dscores, (b * place.Hq + h).to(tl.int64) * place.Tk, j, ok, sums)
     acc_k = acc_k * attention.scores.scale
     if config.ADD:
         acc_k += load_rows(grads.dk, (b, hk, j), ok, config.D, config.BLOCK_D).to(tl.float32)

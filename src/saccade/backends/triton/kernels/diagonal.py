@@ -42,13 +42,17 @@ class Channels(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """B or C: its pointer and strides of batch, token, group and channel; 0 along axes that it lacks."""
+    """B or C: its pointer and strides of batch, token, group and channel; 0 along axes that it lacks.
+
+    far: as in `recurrent.Tokens`, for groups.
+    """
 
     p: Any
     b: Any
     t: Any
     g: Any
     d: Any
+    far: Any = None
 
 
 class Scan(NamedTuple):
@@ -117,13 +121,21 @@ class Sizes(NamedTuple):
 
 
 @triton.jit
+def group_at(x, g):
+    """The offset of group g of B or C."""
+    if x.far is not None:
+        g = g.to(tl.int64)
+    return g * x.g
+
+
+@triton.jit
 def turn(x, to, cu, size, N: tl.constexpr, BN: tl.constexpr, C: tl.constexpr):
     """Write B or C with tokens last, [tiles, G, N, C] float32, 0 beyond the end: whole, aligned rows for `shared`."""
     program = tl.program_id(0)
     slot, g = program // size.G, program % size.G
     _, b, _, stop, begin = chunk(cu, slot, size, C)
     i, n = tl.arange(0, C), tl.arange(0, BN)
-    at = x.p + b.to(tl.int64) * x.b + (begin + i).to(tl.int64)[:, None] * x.t + g * x.g + n[None, :]
+    at = x.p + b.to(tl.int64) * x.b + (begin + i).to(tl.int64)[:, None] * x.t + group_at(x, g) + n[None, :]
     value = tl.load(at, mask=(begin + i < stop)[:, None] & (n < N)[None, :], other=0.0).to(tl.float32)
     row = (slot.to(tl.int64) * size.G + g) * N + n
     tl.store(to + row[None, :] * C + i[:, None], value, mask=(n < N)[None, :])

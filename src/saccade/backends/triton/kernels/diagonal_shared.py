@@ -6,14 +6,14 @@ import triton.language as tl
 
 import triton
 
-from .diagonal import Tile, incoming, steps
+from .diagonal import Tile, group_at, incoming, steps
 from .diagonal_chunks import chunk, exp2, scan, scan_back
 
 
 @triton.jit
 def _own(x, b, t, g, n, ok, C: tl.constexpr):
     # slots n of B or C for C tokens from t, [C, BN]; ok: which tokens and which slots exist
-    first = x.p + b.to(tl.int64) * x.b + t.to(tl.int64) * x.t + g * x.g + n
+    first = x.p + b.to(tl.int64) * x.b + t.to(tl.int64) * x.t + group_at(x, g) + n
     step = tl.arange(0, C).to(tl.int64) * x.t
     ok = ok[0][:, None] & ok[1][None, :]
     return tl.load(first[None, :] + step[:, None], mask=ok, other=0.0).to(tl.float32)

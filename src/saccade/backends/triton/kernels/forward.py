@@ -111,7 +111,13 @@ def fold_keys(state, queries, attention, j, ok, start, MASKED: tl.constexpr):
     if MASKED and attention.arrays.v.scale is not None:
         # the scale of an unused slot may be NaN
         weight = tl.where(p == 0.0, 0.0, weight)
-    acc = product(weight.to(b_v.dtype), b_v, acc * fix[:, None], config.EXACT)
+    if attention.arrays.v.scale is not None and attention.arrays.v.group is None and b_v.dtype == tl.float16:
+        # weights times scales may be subnormal in float16: the largest one of each row becomes 1
+        top = tl.max(tl.abs(weight), 1)[:, None]
+        top = tl.where((top > 0.0) & (top < float("inf")), top, 1.0)
+        acc = acc * fix[:, None] + tl.dot((weight / top).to(b_v.dtype), b_v) * top
+    else:
+        acc = product(weight.to(b_v.dtype), b_v, acc * fix[:, None], config.EXACT)
     return acc, m_new, l, u
 
 

@@ -18,6 +18,13 @@ from .masks import FULL
 PARTIAL = tl.constexpr(1)
 
 
+@triton.jit
+def _place(blocks):
+    """(block, batch entry) of a program of a grid blocks x batch entries, which has one axis: others end at 65535."""
+    i = tl.program_id(0)
+    return i % blocks, i // blocks
+
+
 class Intervals(NamedTuple):
     """The keys lo <= j < hi that each row sees, or the rows that see each key; int32 [B, T] each."""
 
@@ -68,11 +75,12 @@ def _first_above(table, x, n, OR_EQUAL: tl.constexpr):
 def rows_of_ids(ids, ids_b, out, T, left, right, BLOCK: tl.constexpr):
     """Fill Intervals: the positions from t - left to t + right with the same id as t; ids [B, T] are sorted.
 
-    Grid: blocks of T, B.
+    Grid: blocks of T x B.
     """
-    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    ids += tl.program_id(1).to(tl.int64) * ids_b
-    at = tl.program_id(1).to(tl.int64) * T + t
+    block, b = _place(tl.cdiv(T, BLOCK))
+    t = block * BLOCK + tl.arange(0, BLOCK)
+    ids += b.to(tl.int64) * ids_b
+    at = b.to(tl.int64) * T + t
     x = tl.load(ids + t, mask=t < T, other=0)
     begin = tl.maximum(_first_above(ids, x, T, True), t - left)
     end = tl.minimum(_first_above(ids, x, T, False), t + right + 1)
@@ -84,10 +92,10 @@ def rows_of_ids(ids, ids_b, out, T, left, right, BLOCK: tl.constexpr):
 def rows_of_keys(intervals, out, Tq, Tk, BLOCK: tl.constexpr):
     """Fill Intervals `out` of Tk keys: the rows that see each key, from the intervals of Tq rows.
 
-    Grid: blocks of Tk, B.
+    Grid: blocks of Tk x B.
     """
-    j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    b = tl.program_id(1).to(tl.int64)
+    block, b = _place(tl.cdiv(Tk, BLOCK))
+    j, b = block * BLOCK + tl.arange(0, BLOCK), b.to(tl.int64)
     begin = _first_above(intervals.hi + b * Tq, j, Tq, False)
     end = _first_above(intervals.lo + b * Tq, j, Tq, False)
     tl.store(out.lo + b * Tk + j, begin, mask=j < Tk)
@@ -100,13 +108,13 @@ def segments(intervals, out, rows, n, n_tiles, config: tl.constexpr):
 
     Visited intervals are rounded outward to multiples of QUANTUM, FULL ones inward, and both end at n. Tiles of TILE
     rows, of `rows` rows with intervals, list keys, of n keys. With OF_KEYS, the same with keys and rows exchanged, and
-    the listed rows are in units of QUANTUM. Grid: n_tiles, Bm.
+    the listed rows are in units of QUANTUM. Grid: n_tiles x Bm.
     """
     TILE: tl.constexpr = config.TILE
     BLOCK: tl.constexpr = config.BLOCK
     QUANTUM: tl.constexpr = config.QUANTUM
     OF_KEYS: tl.constexpr = config.OF_KEYS
-    tile, b = tl.program_id(0), tl.program_id(1)
+    tile, b = _place(n_tiles)
     lo = intervals.lo + b.to(tl.int64) * rows
     hi = intervals.hi + b.to(tl.int64) * rows
     begin, end, full, stop = n, 0, 0, n
@@ -176,10 +184,10 @@ def pack(count, spread, ptr, seg, cells, BLOCK: tl.constexpr):
 def turns(ends, turn, n_keys, n_rows, BLOCK: tl.constexpr):
     """Fill turn int32 [Bm, n_rows, 2]: the first key tile that visits a row tile, and its negative; ends: of key tiles.
 
-    Grid: blocks of n_rows, Bm.
+    Grid: blocks of n_rows x Bm.
     """
-    m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    b = tl.program_id(1)
+    block, b = _place(tl.cdiv(n_rows, BLOCK))
+    m = block * BLOCK + tl.arange(0, BLOCK)
     first = _first_above(ends + b * n_keys, m, n_keys, False)
     at = turn + 2 * (b * n_rows + m)
     tl.store(at, first, mask=m < n_rows)

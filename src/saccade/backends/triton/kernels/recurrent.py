@@ -20,12 +20,16 @@ BF16, TF32, FLOAT32, LAST_BIT = (tl.constexpr(n) for n in range(4))
 
 
 class Tokens(NamedTuple):
-    """An array [B, T, H, n]: its pointer and the strides of its first three axes; the last one is contiguous."""
+    """An array [B, T, H, n]: its pointer and the strides of its first three axes; the last one is contiguous.
+
+    far: not None if heads are so far apart that 32 bits do not hold their offsets, which then take registers of 64.
+    """
 
     p: Any
     b: Any
     t: Any
     h: Any
+    far: Any = None
 
 
 class Arrays(NamedTuple):
@@ -196,6 +200,8 @@ def sequence_of(cu, slot, size, C: tl.constexpr):
 @triton.jit
 def rows(x, b, t, h):
     """Pointers to the rows of tokens t [C] of a head."""
+    if x.far is not None:
+        h = h.to(tl.int64)
     return x.p + b.to(tl.int64) * x.b + t.to(tl.int64) * x.t + h * x.h
 
 

@@ -10,15 +10,14 @@ import triton.language as tl
 
 import triton
 
-from .recurrent import faded
+from .recurrent import faded, rows
 from .recurrent_states import inside, state_at, state_owner
 
 
 @triton.jit
 def _vector(x, b, t, h, i, n: tl.constexpr):
     # numbers i of a token and head, as float32
-    at = x.p + b.to(tl.int64) * x.b + t.to(tl.int64) * x.t + h * x.h
-    return tl.load(at + i, mask=i < n, other=0.0).to(tl.float32)
+    return tl.load(rows(x, b, t, h) + i, mask=i < n, other=0.0).to(tl.float32)
 
 
 @triton.jit
