@@ -69,6 +69,8 @@ def test_views_answer_json(lab: str):
     assert (answer.status, answer.headers["cache-control"]) == (400, "no-store")
     assert "cannot read the mask" in json.loads(body(answer))["error"]
     assert ask(lab, "/api/nothing").status == 404
+    answer = ask(lab, "/api/mask?mask=causal()&mask=full()")
+    assert (answer.status, json.loads(body(answer))["field"]) == (400, "mask")
 
 
 @pytest.mark.parametrize(

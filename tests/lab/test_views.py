@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -276,3 +277,23 @@ def test_errors_name_fields_as_the_page_does(view: str, given: dict[str, str], w
     status, data = views.answer(views.VIEWS[view], given)
     assert status == 400
     assert words in data["error"]
+
+
+@pytest.mark.parametrize("text", ["keys(99)", "global_tokens([0, 99])", "documents(cu_seqlens=[0, 99])"])
+def test_a_mask_that_a_call_refuses_has_no_view(text: str):
+    sizes = {"mask": {"tq": "64", "tk": "64"}, "visits": {"tq": "64", "tk": "64"}}
+    sizes |= {"roofline": {"t": "64"}, "softmax": {"t": "8", "example": "own"}}
+    for name, fields in sizes.items():
+        status, data = views.answer(views.VIEWS[name], {"mask": text, **fields})
+        assert (status, data["field"]) == (400, "mask"), name
+        assert "to 99, expected 0 to" in data["error"]
+
+
+def test_a_deeply_nested_mask_is_refused():
+    text = "~(causal & " * 190 + "full" + ")" * 190
+    status, data = views.answer(views.VIEWS["mask"], {"mask": text})
+    assert (status, data["field"]) == (400, "mask")
+
+
+def test_a_name_that_is_no_text_is_sent_as_an_escape():
+    assert json.loads(views.encoded(200, {"model": "a\udcff"})[1])["model"] == "a\udcff"

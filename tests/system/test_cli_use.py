@@ -104,6 +104,10 @@ def test_lab_without_its_packages_names_them_and_its_extra() -> None:
         (("explain", "--q", "1x64x4x64", "--ranks", "-2"), "--ranks is -2; expected at least 0"),
         (("explain", "--q", "1x64x4x64", "--batch", "-1"), "--batch is -1; expected at least 1"),
         (("explain", "--q", "1x64x4x64", "--layout", "foo"), "--layout is 'foo'; expected one of contiguous"),
+        (("explain", "--q", f"1x{'9' * 5000}x4x64"), "--q is '1x999"),
+        (("explain", "--q", "1x64x4x64", "--batch", "2"), "--batch is 2, the sequences in the KV cache of --model"),
+        (("explain", "--q", "1x64x4x64", "--layout", "striped"), "--layout is 'striped', that of --ranks"),
+        (("explain", "--q", "1x8x1x64", "--mask", "keys(9)"), "keys: stop runs from 9 to 9, expected 0 to 8"),
         (("draw", "causal", "--q", "4", "--out", "/tmp"), "--out is '/tmp', which is a folder; name a file"),
         (("bench", "--only", "zzz"), "--only is 'zzz', and no case of this suite has it in its name"),
         (("bench", "--quick", "--out", "/nope/rows.csv"), "there is no folder '/nope'"),
@@ -281,3 +285,13 @@ def test_draw_fits_the_terminal_and_colours_it(no_color: str, monkeypatch: pytes
         assert text.count("▀") == 42 * 21
         assert text.count("\x1b[38;5;24;48;5;24m") == 21 * 21
     assert len(text.splitlines()) == 22
+
+
+def test_explain_of_too_many_ranks_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def summary(*_: object) -> dict[str, str]:
+        raise MemoryError
+
+    monkeypatch.setattr("saccade.distributed.strategy.summary", summary)
+    done = runner.invoke(app, ["explain", "--q", "1x8x1x64", "--device", "h100", "--ranks", "1000000"])
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+    assert "--ranks 1000000; give fewer" in done.stderr

@@ -133,6 +133,14 @@ def test_text_refuses_everything_else(text) -> None:
         ("~(full() & a.b)", "cannot read 'a.b' at column 12"),
         # ast counts bytes
         ("é() & 3", "unknown mask 'é'"), ("window('é') & 3", "cannot read"),
+        ("(#é\n   5)", "cannot read '5' at column 8"),
+        (f"causal({'9' * 5000})", "an integer of too many digits"),
+        (f"causal(-0x{'f' * 5000})", "at column 9 of the mask; expected an integer of at most 40 digits"),
+        ("columns(empty(0, 99999999999999999999))", "expected empty(shape) of an array without elements"),
+        ("columns(empty(False))", "expected empty(shape) of an array without elements"),
+        (f"keys({'[' * 90}{']' * 90})", "stop is a list of too many levels"),
+        # at once, although a word is long
+        (f"{'a' * 100_000} b", "a sign is missing before 'b'"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_text_and_where(text: str, words: str) -> None:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # the documented WGSL backward kernel for short sequences refuses longer ones
 SHORT = 1024
+# of the sequence over ranks, unless another is given
+LAYOUT = "zigzag"
 
 
 def explain(
@@ -35,7 +37,7 @@ def explain(
     ranks: Annotated[int, typer.Option(help="Also estimate the cost of dividing the work among this many ranks.")] = 0,
     layout: Annotated[
         str, typer.Option(help="Layout of the sequence over ranks: zigzag, contiguous or striped.")
-    ] = "zigzag",
+    ] = LAYOUT,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the mask, the size of the score matrix and the roofline in this file.")
     ] = None,
@@ -48,6 +50,8 @@ def explain(
     show.at_least(0, kv_heads=kv_heads, keys=keys, v_dim=v_dim, ranks=ranks)
     show.at_least(1, batch=batch)
     show.picture(plot)
+    if batch != 1 and not model:
+        show.fail(f"--batch is {batch}, the sequences in the KV cache of --model, which is not given; give both")
     try:
         problem = describe(q, kv_heads, keys, v_dim, dtype, mask)
         machine = rates(device, problem)
@@ -72,8 +76,7 @@ def explain(
         data["tile"] = tile(problem, plan, machine)
     if device == "webgpu":
         data["adapter"] = entry().get("adapter", {})
-    if kernels:
-        data["kernels"] = kernels
+    data |= {"kernels": kernels} if kernels else {}
     if shared:
         data["ranks"] = {"number": ranks, **shared}
     if preset is not None:
@@ -91,8 +94,9 @@ def describe(q: str, kv_heads: int, keys: int, v_dim: int, dtype: str, mask: str
     from saccade.problem import describe as check
 
     sizes = [size.strip() for size in q.lower().split("x")]
-    if len(sizes) != 4 or not all(size.isdecimal() for size in sizes):
-        raise ValueError(f"--q is {q!r}; expected four integers BxTqxHqxD, e.g. 1x4096x32x128")
+    # longer numbers exceed every limit
+    if len(sizes) != 4 or not all(size.isdecimal() and len(size) < 16 for size in sizes):
+        raise ValueError(f"--q is {q[:80]!r}; expected four integers BxTqxHqxD, e.g. 1x4096x32x128")
     B, Tq, Hq, D = map(int, sizes)
     if dtype not in cost.DTYPE_BYTES:
         raise ValueError(f"--dtype is {dtype!r}; expected one of {', '.join(cost.DTYPE_BYTES)}")
@@ -101,6 +105,8 @@ def describe(q: str, kv_heads: int, keys: int, v_dim: int, dtype: str, mask: str
     spec_q, spec_k = Spec((B, Tq, Hq, D), dtype, name), Spec((B, Tk, Hk, D), dtype, name)
     spec_v = replace_last(spec_k, v_dim or D)
     problem = check(spec_q, spec_k, spec_v, Request(parse(mask) if mask.strip() else None))
+    if problem.mask is not None:
+        problem.mask.check(B, Tq, Tk, Hq)
     if problem.selection is not None:
         raise ValueError("--mask has select(...), whose lists are in no plan; give the rest of the mask, without it")
     return problem
@@ -144,14 +150,20 @@ def entry() -> dict[str, Any]:
 def strategies(problem: Problem, ranks: int, layout: str, device: str) -> dict[str, str]:
     """The cost of each way to divide the work among ranks; the choice of `strategy="auto"` comes first.
 
-    Empty for 0 ranks. Raises ValueError for an unknown layout, and as `summary`.
+    Empty for 0 ranks. Raises ValueError for an unknown layout, for one without ranks, for too many ranks, and as
+    `summary`.
     """
     from saccade.distributed.layout import NAMED
     from saccade.distributed.strategy import summary
 
     if layout not in NAMED:
         raise ValueError(f"--layout is {layout!r}; expected one of {', '.join(NAMED)}")
-    return summary(problem, ranks, layout, device) if ranks else {}
+    if layout != LAYOUT and not ranks:
+        raise ValueError(f"--layout is {layout!r}, that of --ranks, which is not given; give both")
+    try:
+        return summary(problem, ranks, layout, device) if ranks else {}
+    except MemoryError:
+        raise ValueError(f"there is too little memory to compare the layouts of --ranks {ranks}; give fewer") from None
 
 
 def report(

@@ -110,6 +110,8 @@ def problem_of(mask: Mask | None, shape: Shape, device: str = "cpu") -> Problem:
     k = Spec((shape.B, shape.Tk, shape.Hk, shape.D), shape.dtype, device)
     try:
         problem = describe(q, k, k, Request(mask))
+        if mask is not None:
+            mask.check(shape.B, shape.Tq, shape.Tk, shape.Hq)
     except (ValueError, TypeError) as error:
         # the sizes were checked before, so that the mask does not fit them
         raise FieldError("mask", str(error)) from None

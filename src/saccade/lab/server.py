@@ -20,7 +20,7 @@ from starlette.routing import Route
 from .connections import COMPUTATION, HungUp, Punctual, in_worker, until_hung_up
 from .guard import Guard
 from .pages import KINDS, files
-from .views import VIEWS, Answer, View, about, answer, answered, encoded
+from .views import VIEWS, Answer, View, about, answer, answered, encoded, refused_fields
 
 ADDRESS = "127.0.0.1"
 # connections that wait to be accepted; views computed at a time; answers stored
@@ -67,12 +67,16 @@ def application(hosts: tuple[str, ...], model: Path | None = None) -> Any:
         return result
 
     async def view(request: Request) -> Response:
-        name, query = request.path_params["view"], tuple(sorted(request.query_params.items()))
+        name, query = request.path_params["view"], tuple(sorted(request.query_params.multi_items()))
         if name not in own and name not in VIEWS:
             why = "no model is shown: start saccade lab --model DIR" if name == "maps" else "there is no such view"
             return JSONResponse({"error": why}, 404, {"Cache-Control": "no-store"})
         try:
-            result = answers.get((name, query)) or await until_hung_up(partial(compute, name, query), request.receive)
+            result = (
+                refused_fields(query)
+                or answers.get((name, query))
+                or await until_hung_up(partial(compute, name, query), request.receive)
+            )
         except HungUp:
             return Response(status_code=499)
         status, body = result

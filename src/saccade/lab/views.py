@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,19 @@ def answer(view: View, query: Query) -> tuple[int, Any]:
         return 400, {"error": str(error)}
 
 
+def refused_fields(query: tuple[tuple[str, str], ...]) -> Answer | None:
+    """The answer to a sorted query that gives a field more than once, of which a view would see one; else None."""
+    names = [name for name, _ in query]
+    for one, other in pairwise(names):
+        if one == other:
+            return encoded(400, {"error": f"{one[:40]!r} is given more than once; give it once", "field": one[:40]})
+    return None
+
+
 def encoded(status: int, data: Any) -> Answer:
     """An answer as the server sends it."""
-    return status, json.dumps(data, allow_nan=False, ensure_ascii=False).encode()
+    # a lone surrogate, as in the name of a folder whose bytes are not UTF-8, becomes the escape that JSON has for it
+    return status, json.dumps(data, allow_nan=False, ensure_ascii=False).encode(errors="backslashreplace")
 
 
 def answered(name: str, query: tuple[tuple[str, str], ...]) -> Answer:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from .algebra import Leaf, Mask, is_array
 from .bits import Bits
-from .contents import freeze, host, is_tensor
+from .contents import FAR, freeze, host, is_tensor
 
 # B, Tq and Tk; None for a size that a mask does not determine
 Sizes = tuple[int | None, int | None, int | None]
@@ -47,19 +47,28 @@ def natural(value: Any, where: str, name: str, otherwise: str = "") -> Any:
 
 
 def offset(value: Any, where: str) -> Leaf:
-    """None, an integer or an int array [B]."""
+    """None, an integer or an int array [B]; raises ValueError for numbers beyond ±`FAR` / 2. Tensors are not read."""
     if value is None:
         return None
-    return array(value, where, "offset", (0, 1)) if _is_list(value) else integer(value, where, "offset")
+    leaf = array(value, where, "offset", (0, 1)) if _is_list(value) else integer(value, where, "offset")
+    if type(leaf) is int or isinstance(leaf, np.ndarray):
+        near(where, leaf)
+    return leaf
+
+
+def near(where: str, leaf: Any) -> None:
+    """Raises ValueError unless offsets are within ±`FAR` / 2, so that sums with other integers fit. Reads an array."""
+    within(where, "offset", leaf, -FAR // 2, FAR // 2)
 
 
 def count(value: Any, where: str, name: str) -> Leaf:
-    """An integer of at least 0, or an int array [B]."""
+    """An integer of at least 0, or an int array [B]; raises ValueError for a host's array with a negative number."""
     if isinstance(value, np.integer):
         value = int(value)
-    if _is_list(value):
-        return array(value, where, name, (0, 1))
-    return natural(value, where, name, " or an int array [B]")
+    leaf = array(value, where, name, (0, 1)) if _is_list(value) else value
+    if isinstance(leaf, np.ndarray) and leaf.size and leaf.min() < 0:
+        raise ValueError(f"{where}: {name} has {leaf.min()}, expected integers >= 0")
+    return leaf if is_array(leaf) else natural(leaf, where, name, " or an int array [B]")
 
 
 def array(value: Any, where: str, name: str, ndims: tuple[int, ...], dtype: Any = None) -> Leaf:
@@ -71,7 +80,9 @@ def array(value: Any, where: str, name: str, ndims: tuple[int, ...], dtype: Any 
     if is_tensor(value):
         _check(value, where, name, ndims, dtype)
         return value.reshape(1) if value.ndim == 0 else value
-    value = freeze(value) if isinstance(value, np.ndarray) else _from_list(value, where, name)
+    plain = _plain(value, where, name)
+    # only an array that was given has other owners
+    value = freeze(plain) if isinstance(value, np.ndarray) else plain
     _check(value, where, name, ndims, dtype)
     if value.ndim == 0:
         return int(value)
@@ -85,14 +96,12 @@ def bits(value: Any, where: str, name: str, ndims: tuple[int, ...]) -> Leaf:
     """Like `array` for booleans; all but torch tensors are stored as bits."""
     if is_tensor(value):
         return array(value, where, name, ndims, np.bool_)
-    value = value if isinstance(value, np.ndarray) else _from_list(value, where, name)
+    value = _plain(value, where, name)
     _check(value, where, name, ndims, np.bool_)
     return Bits.of(value if value.size else value.astype(np.bool_))
 
 
 def _check(value: Any, where: str, name: str, ndims: tuple[int, ...], dtype: Any) -> None:
-    if isinstance(value, np.ma.MaskedArray):
-        raise TypeError(f"{where}: {name} is a masked array; expected a plain one: x.filled(value) makes one")
     actual = value.dtype
     if is_tensor(value):
         wrong = actual.is_floating_point or actual.is_complex or (dtype is None and str(actual) == "torch.bool")
@@ -101,15 +110,25 @@ def _check(value: Any, where: str, name: str, ndims: tuple[int, ...], dtype: Any
     if wrong:
         kind = "an integer" if dtype is None else "a boolean"
         raise TypeError(f"{where}: {name} has dtype {actual}, expected {kind} array")
+    if not is_tensor(value):
+        signed(where, name, value)
     if value.ndim not in ndims:
         ranks = " or ".join(str(n) for n in ndims)
         raise ValueError(f"{where}: {name} has shape {tuple(value.shape)}, expected {ranks} dimensions")
 
 
+def signed(where: str, name: str, leaf: Any) -> None:
+    """Raises ValueError if a uint64 array has numbers that would be negative as int64. Reads such an array."""
+    if str(leaf.dtype).endswith("uint64"):
+        most = int(host(leaf).max(initial=0))
+        if most >= 1 << 63:
+            raise ValueError(f"{where}: {name} has {most}, expected numbers below 2**63, which int64 holds")
+
+
 def ascending(value: Any, where: str, name: str) -> Leaf:
     """An int array [n] or [B, n] that never decreases; raises ValueError if it does. Tensors are not read."""
-    if isinstance(value, (list, tuple)):
-        value = _from_list(value, where, name)
+    if not is_tensor(value):
+        value = _plain(value, where, name)
     if isinstance(value, np.ndarray) and value.ndim and value.dtype.kind in "iu" and value.size:
         below = value[..., 1:] < value[..., :-1]
         if below.any():
@@ -126,7 +145,12 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple)) or is_array(value)
 
 
-def _from_list(value: Any, where: str, name: str) -> Any:
+def _plain(value: Any, where: str, name: str) -> NDArray[Any]:
+    # as a NumPy array of no subclass: a matrix stays two-dimensional when it is indexed, and its pairs would be wrong
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{where}: {name} is a masked array; expected a plain one: x.filled(value) makes one")
+    if isinstance(value, np.ndarray):
+        return value if type(value) is np.ndarray else value.view(np.ndarray)
     try:
         return np.array(value)
     except TypeError as error:
@@ -134,15 +158,16 @@ def _from_list(value: Any, where: str, name: str) -> Any:
             f"{where}: {name} is {type(value).__name__}, whose numbers are unknown while it is traced; expected an "
             "array with numbers, because plans depend on them: make the mask outside the traced function"
         ) from error
-    except ValueError:
+    except ValueError as error:
+        if "maximum number of dimension" in str(error):
+            raise ValueError(f"{where}: {name} is a list of too many levels, expected an array") from None
         raise ValueError(f"{where}: {name} has rows of different lengths, expected an array") from None
 
 
 def flags(value: Any, where: str, name: str, ndims: tuple[int, ...]) -> Leaf:
     """Like `array` for booleans; raises ValueError for a host array of integers other than 0 and 1."""
-    if isinstance(value, (list, tuple)):
-        value = _from_list(value, where, name)
-    if isinstance(value, np.ndarray):
+    if not is_tensor(value):
+        value = _plain(value, where, name)
         zeros_and_ones(where, name, value)
     return array(value, where, name, ndims, np.bool_)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .algebra import Mask
+from . import arguments
+from .algebra import Mask, is_array
 from .kinds import KINDS
 
 
@@ -29,5 +30,10 @@ def _check_contents(mask: Mask, Tq: int, Tk: int) -> None:
         for child in mask.children:
             _check_contents(child, Tq, Tk)
     kind = KINDS.get(mask.kind)
-    if kind is not None and kind.contents is not None:
+    if kind is None:
+        return
+    for name, leaf in zip(kind.leaves, mask.args, strict=True):
+        if is_array(leaf):
+            arguments.signed(mask.kind, name, leaf)
+    if kind.contents is not None:
         kind.contents(mask, Tq, Tk)

@@ -41,6 +41,9 @@ class _Snapshot(NamedTuple):
         return np.array_equal(self.copy.numpy(), now)
 
 
+# integers this large reach beyond every sequence, from any position; the sum with half of it still fits int64
+FAR = 1 << 62
+
 # by id of the tensor
 _snapshots: dict[int, _Snapshot] = {}
 _numbers = count(1)

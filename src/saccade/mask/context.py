@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .algebra import Leaf, Mask
-from .contents import host
+from .contents import FAR, host
 from .forms import Grid, Rows
 from .rows import Documents
 from .size import Size
@@ -54,13 +54,13 @@ class Context(NamedTuple):
 
 
 def number(leaf: Leaf) -> Any:
-    """A leaf as an int if it is an integer or an array of at most one entry, else as int64 [B]."""
-    if type(leaf) is int:
-        return leaf
-    array = host(leaf)
-    if array.size < 2:
-        return int(array.reshape(-1)[0]) if array.size else 0
-    return array.astype(np.int64)
+    """A leaf as an int within ±`FAR` if it is an integer or an array of at most one entry, else as int64 [B]."""
+    if type(leaf) is not int:
+        array = host(leaf)
+        if array.size > 1:
+            return array.astype(np.int64)
+        leaf = int(array.reshape(-1)[0]) if array.size else 0
+    return max(-FAR, min(FAR, leaf))
 
 
 def label(offset: Any) -> Any:

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from ..plot import cells
 from .algebra import Mask
-from .arguments import Sizes
+from .arguments import Sizes, positive
+from .forms import INF
 from .heads import head_count
 from .kinds import KINDS
 from .lowering import lower
@@ -35,6 +36,7 @@ def draw(
     size: int,
 ) -> str:
     """`Mask.draw`; sizes: (Tq, Tk)."""
+    positive(size, "draw", "size")
     tq, tk = sizes
     states = cell_states(mask, tq, tk, B=B, batch=batch, head=head, size=size)
     if path is not None:
@@ -101,6 +103,10 @@ def states_of(
 ) -> NDArray[np.uint8]:
     """Like `cell_states`, for cells of `cell` queries and keys; sizes: (Tq, Tk). ValueError for a missing entry."""
     tq, tk = sizes
+    for name, length in (("Tq", tq), ("Tk", tk)):
+        # the lowered form holds no longer sequence
+        if not 0 <= length < INF:
+            raise ValueError(f"draw: {name} is {length}, expected 0 to 2**30 - 1")
     entries = sizes_of(mask)[0] or B
     if entries != B:
         raise ValueError(f"draw: the mask's arrays have a batch of {entries}, and B is {B}; give B={entries}")

@@ -60,9 +60,9 @@ KINDS: dict[str, Kind] = {kind.name: kind for kind in (
     # name, constructor, leaves, shapes, contents, predicate, lowering, text, sizes
     Kind("full", positions.full, (), None, None,
          positions.full_pairs, positions.full_terms, _leaves, None, booleans=False, on_device=True),
-    Kind("causal", positions.causal, ("offset",), by_batch, None,
+    Kind("causal", positions.causal, ("offset",), by_batch, positions.offset_contents,
          positions.causal_pairs, positions.causal_terms, _leaves, batch_of, booleans=False, on_device=True),
-    Kind("window", positions.window, ("left", "right", "offset"), by_batch, None,
+    Kind("window", positions.window, ("left", "right", "offset"), by_batch, positions.offset_contents,
          positions.window_pairs, positions.window_terms, _leaves, batch_of, booleans=False, on_device=True),
     Kind("documents", packing.documents, ("ids_q", "ids_k"), packing.documents_shapes, packing.documents_contents,
          packing.documents_pairs, packing.documents_terms, _leaves,

@@ -53,7 +53,7 @@ def documents(
 
     Raises:
         TypeError: the arguments are none of these combinations.
-        ValueError: ids or bounds decrease, or position_ids jump.
+        ValueError: ids or bounds decrease, there is no bound, or position_ids jump.
 
     Examples:
         >>> packed = mask.causal() & mask.documents(cu_seqlens=[0, 300, 1024])  # documents of 300 and 724 tokens
@@ -76,6 +76,8 @@ def documents(
         _check_inside(each)
     first = arguments.ascending(cu_q if cu_seqlens is None else cu_seqlens, "documents", "cu_seqlens")
     second = None if cu_k is None else arguments.ascending(cu_k, "documents", "cu_k")
+    if not first.shape[-1]:
+        raise ValueError(f"documents: cu_seqlens has shape {list(first.shape)}, expected n + 1 bounds; [0] for none")
     return Mask("packed", (first, second), () if each is None else (each,))
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from . import arguments
 from .algebra import Mask
+from .contents import FAR
 from .context import Context, label
 from .forms import D_HI, D_LO, PHASE, STRIDE
 from .rows import chunks
@@ -48,6 +49,9 @@ def causal(offset: int | None = None) -> Mask:
         offset: an int or [B]; row t of the queries is at position i = t + offset. None: the last query is
             aligned with the last key.
 
+    Raises:
+        ValueError: offset is beyond ±2**61.
+
     Examples:
         >>> print(mask.causal().draw(2, 4))  # the last query is aligned with the last key
         ███·
@@ -58,6 +62,12 @@ def causal(offset: int | None = None) -> Mask:
 
 def causal_pairs(mask: Mask, scene: Scene) -> Bools:
     return scene.j <= scene.i(mask.args[0])
+
+
+def offset_contents(mask: Mask, *_: int) -> None:
+    offset = mask.args[-1]
+    if offset is not None:
+        arguments.near(mask.kind, offset)
 
 
 def causal_terms(mask: Mask, context: Context) -> Terms:
@@ -73,7 +83,7 @@ def window(left: int | None = None, right: int | None = None, offset: int | None
         offset: as in `causal`.
 
     Raises:
-        ValueError: left or right is negative.
+        ValueError: left or right is negative, or offset is beyond ±2**61.
 
     Examples:
         >>> print(mask.window(1, 0).draw(4, 4))  # causal, the last 2 keys
@@ -93,9 +103,9 @@ def window_pairs(mask: Mask, scene: Scene) -> Bools:
     i, j = scene.i(offset), scene.j
     allowed = np.ones_like(j <= i)
     if left is not None:
-        allowed &= j >= i - left
+        allowed &= j >= i - min(left, FAR)
     if right is not None:
-        allowed &= j <= i + right
+        allowed &= j <= i + min(right, FAR)
     return allowed
 
 
@@ -106,9 +116,9 @@ def window_terms(mask: Mask, context: Context) -> Terms:
         return [band]
     offset = context.offset(offset)
     if left is not None:
-        band[D_HI] = left - offset
+        band[D_HI] = min(left, FAR) - offset
     if right is not None:
-        band[D_LO] = -right - offset
+        band[D_LO] = -min(right, FAR) - offset
     return [band]
 
 
@@ -167,13 +177,14 @@ def dilated(radius: int, step: int) -> Mask:
 def dilated_pairs(mask: Mask, scene: Scene) -> Bools:
     radius, step = mask.args
     distance = scene.i() - scene.j
-    return (np.abs(distance) <= radius * step) & (distance % step == 0)
+    return (np.abs(distance) <= min(radius * step, FAR)) & (distance % step == 0)
 
 
 def dilated_terms(mask: Mask, context: Context) -> Terms:
     radius, step = mask.args
     offset = context.offset()
-    band = term(d_lo=-radius * step - offset, d_hi=radius * step - offset)
+    reach = min(radius * step, FAR)
+    band = term(d_lo=-reach - offset, d_hi=reach - offset)
     if step > 1:
         band[STRIDE], band[PHASE] = step, -offset % step
     return [band]

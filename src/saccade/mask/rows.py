@@ -80,6 +80,9 @@ def packed_row(cu_q: Ints, cu_k: Ints, Tq: int) -> tuple[Ints, Ints]:
 
 def matching(ids_q: Ints, ids_k: Ints) -> Rows:
     """Documents by ids of rows [1 | B, Tq] and of keys [1 | B, Tk]."""
+    if ids_q.dtype != ids_k.dtype:
+        # of int64 and uint64, NumPy would compare rounded numbers
+        ids_q, ids_k = ids_q.astype(np.int64), ids_k.astype(np.int64)
     parts: list[tuple[Ints, Ints]] = []
     for b in range(max(len(ids_q), len(ids_k))):
         mine, theirs = ids_q[b % len(ids_q)], ids_k[b % len(ids_k)]

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .algebra import Mask
-from .contents import host
+from .contents import FAR, host
 
 Bools = NDArray[np.bool_]
 
@@ -60,8 +60,10 @@ class Scene:
 
 
 def per_batch(value: Any) -> Any:
-    """An integer as it is, an array [B] as [B, 1, 1, 1]."""
-    return value if isinstance(value, int) else host(value).astype(np.int64).reshape(-1, 1, 1, 1)
+    """An integer within ±`FAR`, an array [B] as [B, 1, 1, 1]."""
+    if isinstance(value, int):
+        return max(-FAR, min(FAR, value))
+    return host(value).astype(np.int64).reshape(-1, 1, 1, 1)
 
 
 def table(array: Any) -> NDArray[np.int64]:

@@ -73,6 +73,7 @@ def select_text(mask: Mask, write: Callable[[Any], str]) -> list[str]:
 
 def select_pairs(mask: Mask, scene: Scene) -> Bools:
     indices, block, rows = mask.args
+    select_contents(mask, scene.Tq, scene.Tk)
     lists = host(indices)
     blocks = -(-scene.Tk // block)
     # the last column takes entries of -1

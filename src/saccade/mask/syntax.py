@@ -7,7 +7,8 @@ import re
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _AFTER = re.compile(r"([&|~])\s*(?:$|[)\],])")
 _BEFORE = re.compile(r"(?:^|[(\[,&|~])\s*([&|])")
-_VALUE = re.compile(r"(\w+\s*=)\s*[,)]")
+# from the start of a word: in a long one, a search from each letter would take a time that grows with its square
+_VALUE = re.compile(r"(\b\w+\s*=)\s*[,)]")
 _NEXT = re.compile(r"[\w)\]]\s+(?=[\w(\[~])")
 
 
@@ -15,6 +16,8 @@ def wrong_syntax(text: str, error: SyntaxError) -> str:
     """The reason why Python's parser refuses a text, in words about masks."""
     if not text:
         return "it is empty: write full() for a mask that allows every key"
+    if "Exceeds the limit" in error.msg:
+        return "it has an integer of too many digits: use a smaller one"
     if "nested" in error.msg:
         return "it is nested too deeply: use fewer parentheses"
     if wrong := _bracket(text):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
 from typing import Any
@@ -16,6 +17,10 @@ from .contents import host
 from .kinds import KINDS
 from .syntax import wrong_syntax
 
+# levels of nodes inside nodes that are read: every function that walks a mask calls itself a few times per level
+DEEPEST = 64
+# digits of an integer that is read; int64 has 19
+_DIGITS = 40
 _RANK = {"or": 0, "and": 1, "not": 2}
 _SIGN = {"or": " | ", "and": " & "}
 _CONSTRUCTORS = {kind.constructor.__name__: kind.constructor for kind in KINDS.values()}
@@ -46,12 +51,16 @@ def parse(text: str) -> Mask:
             `empty(0, 5)` for an array of that shape without elements.
 
     Raises:
-        ValueError: the text has anything else; the message names the column.
+        TypeError: text is not a str.
+        ValueError: the text has anything else; the message names the column. Or masks are nested in more than 64
+            levels.
 
     Examples:
         >>> mask.parse("causal & window(1023, 0)")
         causal() & window(1023, 0)
     """
+    if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"parse: text is {type(text).__name__}, expected a str such as 'causal & window(1023, 0)'")
     shown, text = text[:80], text.strip()
     try:
         tree = ast.parse(text, mode="eval")
@@ -62,11 +71,19 @@ def parse(text: str) -> Mask:
     except (RecursionError, MemoryError):
         raise ValueError(f"the mask {shown!r} is nested too deeply") from None
     try:
-        return _mask(tree.body, text)
+        mask = _mask(tree.body, text)
+        depth = _depth(mask)
     except RecursionError:
         raise ValueError(f"the mask {shown!r} is nested too deeply") from None
     except TypeError as error:
         raise ValueError(f"cannot read the mask {shown!r}: {error}") from None
+    if depth > DEEPEST:
+        raise ValueError(f"the mask {shown!r} has {depth} levels of masks inside masks, expected at most {DEEPEST}")
+    return mask
+
+
+def _depth(mask: Mask) -> int:
+    return 1 + max(map(_depth, mask.children), default=0)
 
 
 def _print(mask: Mask, of_array: Callable[[Any], str]) -> str:
@@ -101,9 +118,17 @@ def numbers(array: Any) -> str:
 
 
 def _mask(node: ast.expr, text: str) -> Mask:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitAnd, ast.BitOr)):
-        left, right = _mask(node.left, text), _mask(node.right, text)
-        return left & right if isinstance(node.op, ast.BitAnd) else left | right
+    # a chain is a tree that is as deep as the chain is long
+    others: list[tuple[ast.operator, ast.expr]] = []
+    while isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitAnd, ast.BitOr)):
+        others.append((node.op, node.right))
+        node = node.left
+    if others:
+        mask = _mask(node, text)
+        for sign, other in reversed(others):
+            right = _mask(other, text)
+            mask = mask & right if isinstance(sign, ast.BitAnd) else mask | right
+        return mask
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
         return ~_mask(node.operand, text)
     if isinstance(node, ast.Name):
@@ -124,13 +149,13 @@ def instead(name: str) -> str:
 
 def _call(name: str, args: list[ast.expr], named: dict[str, ast.expr], node: ast.expr, text: str) -> Mask:
     if name not in _CONSTRUCTORS:
-        raise ValueError(f"unknown mask {name!r} in {text[:80]!r}: {instead(name)}")
+        raise ValueError(f"unknown mask {name[:60]!r} in {text[:80]!r}: {instead(name)}")
     function = _CONSTRUCTORS[name]
     most, names, required = _parameters(function)
     if missing := [one for one in required[len(args) :] if one not in named]:
         raise ValueError(f"{name} in {text[:80]!r} needs {' and '.join(missing)}: write {name}({', '.join(required)})")
     if len(args) > most or not set(named) <= names:
-        extra = ", ".join(sorted(set(named) - names)) or f"{len(args)} arguments"
+        extra = ", ".join(sorted(set(named) - names))[:60] or f"{len(args)} arguments"
         raise ValueError(
             f"{name} in {text[:80]!r} does not take {extra}; it takes {', '.join(sorted(names)) or 'none'}"
         )
@@ -148,6 +173,8 @@ def _parameters(function: Callable[..., Mask]) -> tuple[int, frozenset[str], lis
 
 def _value(node: ast.expr, text: str) -> Any:
     if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, int)):
+        if node.value is not None and abs(node.value) >= 10**_DIGITS:
+            raise _unreadable(node, text, f"an integer of at most {_DIGITS} digits")
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         value = _value(node.operand, text)
@@ -159,14 +186,18 @@ def _value(node: ast.expr, text: str) -> Any:
         return tuple(_value(item, text) for item in node.elts)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "empty":
         shape = [_value(n, text) for n in node.args]
-        if shape and all(isinstance(n, int) and n >= 0 for n in shape) and 0 in shape and not node.keywords:
-            return np.empty(shape, np.int64)
+        if all(type(n) is int and n >= 0 for n in shape) and 0 in shape and not node.keywords:
+            with suppress(ValueError):
+                # NumPy refuses sizes whose product, without the 0, is too large
+                return np.empty(shape, np.int64)
         raise _unreadable(node, text, "empty(shape) of an array without elements")
     return _mask(node, text)
 
 
 def _unreadable(node: ast.expr, text: str, expected: str) -> ValueError:
     part = ast.get_source_segment(text, node) or type(node).__name__
-    # ast counts bytes
-    column = len(text.encode()[: node.col_offset].decode()) + 1
+    # ast counts bytes of the node's line
+    before = text.encode().split(b"\n")[: node.lineno]
+    before[-1] = before[-1][: node.col_offset]
+    column = len(b"\n".join(before).decode()) + 1
     return ValueError(f"cannot read {part[:60]!r} at column {column} of the mask; expected {expected}")

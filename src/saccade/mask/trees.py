@@ -63,7 +63,9 @@ def tree(parents: ArrayOrList) -> Mask:
 
 def depths(parents: Any) -> Ints:
     """The ancestors of each node, int64 in the shape of parents, [n] or [B, n]; as `tree`, which describes parents."""
-    rows = table(tree(parents).args[0])
+    mask = tree(parents)
+    tree_contents(mask)
+    rows = table(mask.args[0])
     depth = np.zeros_like(rows)
     every = np.arange(len(rows))
     for t in range(rows.shape[1]):
@@ -94,7 +96,8 @@ def tree_sizes(mask: Mask) -> arguments.Sizes:
 
 
 def tree_pairs(mask: Mask, scene: Scene) -> Bools:
-    # from each query up to the prefix
+    # from each query up to the prefix; a cycle would have no end
+    tree_contents(mask)
     parents = table(mask.args[0])
     n = parents.shape[1]
     key = scene.j - scene.offset() - scene.Tq + n
