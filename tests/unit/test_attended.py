@@ -55,3 +55,9 @@ def test_weights_are_those_of_the_scores(tokens: list[int]) -> None:
         scores = torch.einsum("ihd,jhd->hij", q, k) / 12**0.5
         scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf)
     np.testing.assert_allclose(attended(model, tokens)[0], scores.softmax(-1), atol=1e-6)
+
+
+def test_a_stack_without_attention() -> None:
+    model = Hybrid(HybridConfig(61, ("mamba",), ("none",), 48, num_attention_heads=4))
+    with pytest.raises(ValueError, match="Hybrid has no layer of attention"):
+        attended(model, [1, 2])

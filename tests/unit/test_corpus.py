@@ -61,6 +61,16 @@ def test_whole_files_are_held_out_by_their_names(files: list[Source], tmp_path: 
     assert 0 < sum(expected) < len(files) / 10
 
 
+def test_a_folder_has_one_tokenizer(files: list[Source], tmp_path: Path) -> None:
+    """Of equally many tokens, too: a BPE of 257 has those of bytes."""
+    for made, other in (("bpe", "bytes"), ("bytes", "bpe"), ("bytes", "words")):
+        prepare(tmp_path / made, made, 257, files)
+        with pytest.raises(
+            ValueError, match=f"tokens of the tokenizer '{made}', and this run needs those of '{other}'"
+        ):
+            prepare(tmp_path / made, other, 257, files)
+
+
 def test_a_folder_is_made_once(files: list[Source], tmp_path: Path) -> None:
     said: list[str] = []
     first = prepare(tmp_path / "tokens", "bpe", 300, files, said.append)

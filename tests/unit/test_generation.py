@@ -139,6 +139,8 @@ def test_a_text_goes_on_beyond_the_positions() -> None:
         next(generate(model, [[5, 6, 7]], 60, greedy, keep=(2, 30)))
     with pytest.raises(ValueError, match="window of at least 1"):
         next(generate(model, [[5, 6, 7]], 60, greedy, keep=(2, 0)))
+    with pytest.raises(ValueError, match=r"keep is \(2, 12, 3\); expected sinks"):
+        next(generate(model, [[5, 6, 7]], 60, greedy, keep=(2, 12, 3)))
 
 
 def test_sampler() -> None:
@@ -151,6 +153,8 @@ def test_sampler() -> None:
     assert set(Sampler(1.0, top_k=2).draw(many, random).tolist()) == {1, 2}
     assert set(Sampler(1.0, top_p=0.8).draw(many, random).tolist()) == {1, 2}
     assert set(Sampler(1.0, top_p=0.5).draw(many, random).tolist()) == {1}
+    # smaller than any float32
+    assert set(Sampler(1.0, top_p=1e-46).draw(many, random).tolist()) == {1}
     with pytest.raises(ValueError, match="top_p"):
         Sampler(top_p=0.0)
 
@@ -205,6 +209,46 @@ def test_prompts_may_be_arrays() -> None:
         assert [served[0], served[1]] == [list(one) for one in zip(*want, strict=True)]
     with pytest.raises(ValueError, match="prompt 1 is empty"):
         next(generate(model, [np.array([1]), np.zeros(0, np.int64)], 3, Sampler(0.0)))
+
+
+@pytest.mark.parametrize(
+    "prompt, words",
+    [
+        ([1, VOCABULARY], f"prompt 1 has token {VOCABULARY}; expected numbers from 0 to {VOCABULARY - 1}"),
+        ([-3, 1], "prompt 1 has token -3"),
+        ([1.7, 2.9], r"prompt 1 is \[1.7, 2.9\]; expected a list of tokens' numbers"),
+        ("ab", "prompt 1 is 'ab'; expected a list"),
+        (7, "prompt 1 is 7; expected a list"),
+        ([[1, 2]], r"prompt 1 is \[\[1, 2\]\]; expected a list"),
+    ],
+)
+def test_prompts_are_tokens_of_the_model(prompt: Any, words: str) -> None:
+    for call in (generate, serve):
+        with pytest.raises(ValueError, match=words):
+            next(call(small(), [[1, 2], prompt], 3, Sampler(0.0)))
+
+
+def test_first_tokens_of_every_prompt() -> None:
+    every = np.ones((2, VOCABULARY), bool)
+    for first, words in (
+        (every[:1], r"first is bool \[1, 61\]; expected bool \[2, n\]"),
+        (every[0], r"first is bool \[61\]"),
+        (every.astype(int), "first is int64"),
+        (every & np.array([[True], [False]]), "first allows no token for prompt 1"),
+    ):
+        for call in (generate, serve):
+            with pytest.raises(ValueError, match=words):
+                next(call(small(), [[1], [2]], 3, Sampler(0.0), first=first))
+
+
+@pytest.mark.parametrize("draft", [None, "ngram"])
+@pytest.mark.parametrize("missing", [-1, VOCABULARY + 9])
+def test_an_end_that_the_model_lacks_is_not_repeated(missing: int, draft: str | None) -> None:
+    first = np.zeros((2, VOCABULARY), bool)
+    first[[0, 1], [3, 5]] = True
+    model = small(eos_token_id=(missing, 3))
+    rows = list(generate(model, [[1], [2]], 4, Sampler(0.0), first=first, draft=draft))
+    assert [row[0] for row in rows] == [3] * 4
 
 
 def test_gpt2_ends_at_each_of_several_tokens() -> None:

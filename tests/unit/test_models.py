@@ -153,7 +153,7 @@ GPT2 = {"vocab_size": 61, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions"
     [
         (LlamaConfig, SMALL, 2),
         (DeepSeekConfig, {**SMALL, "model_type": "deepseek_v3"}, 1),
-        (DeepSeekConfig, {**SMALL, "model_type": "deepseek_v2"}, 2),
+        (DeepSeekConfig, {**SMALL, "model_type": "deepseek_v2", "num_experts_per_tok": 1}, 2),
         (Gpt2Config, GPT2, 50256),
     ],
 )

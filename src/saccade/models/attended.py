@@ -18,7 +18,8 @@ from . import blocks, deepseek, gpt2
 def attended(model: blocks.Decoder, tokens: Sequence[int], backend: str | None = None) -> np.ndarray:
     """The weights [layers, Hq, T, T] of a stack's attention layers on one sequence of T tokens, T at most 256.
 
-    Layers without attention are omitted. With the identity as v, the outputs are the weights: o[i] = Σ_j p[i, j] e_j.
+    Layers without attention are omitted, and a stack of these alone raises ValueError. With the identity as v, the
+    outputs are the weights: o[i] = Σ_j p[i, j] e_j.
     """
     heads: list[np.ndarray] = []
 
@@ -34,6 +35,10 @@ def attended(model: blocks.Decoder, tokens: Sequence[int], backend: str | None =
 
     kinds = (blocks.Attention, gpt2.Attention, deepseek.LatentAttention)
     layers = [module for module in model.modules() if isinstance(module, kinds)]
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no layer of attention; expected at least one, whose weights are shown"
+        )
     hooks = [module.register_forward_pre_hook(look) for module in layers]
     try:
         device = next(model.parameters()).device

@@ -15,7 +15,7 @@ from ..caches.prefixes import PrefixCache
 from .blocks import Decoder
 from .drafts import Draft, Text, Tree, depth_of, walk
 from .replay import AHEAD, PagedSteps
-from .sampling import CHUNK, Sampler, allow, check_lengths
+from .sampling import CHUNK, Sampler, allow, check_lengths, check_prompts
 from .stores import PagedTokens
 
 
@@ -83,6 +83,7 @@ def serve(
     if batch < 1 or page_size < 1:
         raise ValueError(f"batch is {batch} and page_size {page_size}; expected at least 1 of both")
     _check_rows(model, rows, batch, draft)
+    check_prompts(prompts, model.config.vocab_size)
     check_lengths(model, prompts, tokens, first, chunk)
     if not tokens:
         yield from ((n, []) for n in range(len(prompts)))

@@ -112,8 +112,7 @@ class Decoder(nn.Module):
         """The logits [B, T, vocab] of every token's successor; with targets their `cross_entropy`.
 
         tokens: int64 [B, T]. positions: [T] or [B, T], by default counted from 0, or from each sequence's cached
-        length. mask: by default `causal()`. caches: one per layer, to which the tokens are appended. targets: int64
-        [B, T], the successors.
+        length. mask: by default `causal()`. caches: one per layer, to which the tokens are appended. targets [B, T].
         """
         hidden = self.hidden(tokens, positions, mask, caches, backend)
         return self.logits(hidden) if targets is None else self.cross_entropy(hidden, targets)
@@ -121,9 +120,10 @@ class Decoder(nn.Module):
     def cross_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """The sum in nats over all tokens, except those whose target is `IGNORED`; at least in float32.
 
-        hidden [B, T, width] and targets [B, T]. `LOGITS` are in memory at a time; the backward computes more of them
-        again.
+        hidden [B, T, width], targets int64 [B, T]. `LOGITS` are in memory at a time, computed again in the backward.
         """
+        if hidden.shape[:-1] != targets.shape:
+            raise ValueError(f"targets has shape {list(targets.shape)}; expected {list(hidden.shape[:-1])}, as tokens")
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
         rows = max(1, LOGITS // self.config.vocab_size)
         if len(targets) <= rows:

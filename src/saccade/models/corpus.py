@@ -22,7 +22,7 @@ import numpy as np
 
 from .data import TABLES, TESTS, Documents, PackedText, standard_library
 from .files import PIECE, naming, read_object, sync_folder, temporary, write_atomic
-from .tokens import END, TOKENIZER, Tokenizer, load_tokenizer, make_tokenizer
+from .tokens import END, TOKENIZER, Bytes, Tokenizer, load_tokenizer, make_tokenizer
 
 TOKENS, INDEX = "tokens.bin", "tokens.json"
 # what a preparation that was killed leaves: the tokens, or their beginning, and perhaps more
@@ -126,8 +126,8 @@ def prepare(
     """Make the tokens of `files`, by default `installed()`, in a folder, or open those that are there.
 
     say: called with a few words before each part that takes seconds.
-    Raises ValueError if the folder has tokens of another vocabulary or other files, or the files have no text; and as
-    `open_corpus`.
+    Raises ValueError if the folder has tokens of another tokenizer or vocabulary, or other files, or the files have no
+    text; and as `open_corpus`.
     """
     folder, wanted = Path(folder), vocab if tokenizer == "bpe" else 257
     if (folder / INDEX).exists():
@@ -136,6 +136,12 @@ def prepare(
             raise ValueError(
                 f"{folder} has tokens of a vocabulary of {corpus.tokenizer.vocab_size}, and this run needs one of "
                 f"{wanted}; choose another folder with --data, or remove this one"
+            )
+        kind = "bytes" if isinstance(corpus.tokenizer, Bytes) else "bpe"
+        if tokenizer != kind:
+            raise ValueError(
+                f"{folder} has tokens of the tokenizer {kind!r}, and this run needs those of {tokenizer!r}; choose "
+                "another folder with --data, or remove this one"
             )
         return corpus
     check_free(folder)

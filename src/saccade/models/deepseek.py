@@ -270,7 +270,7 @@ class DeepSeek(Llama):
 
     @classmethod
     def own(cls, config: LlamaConfig, tensors: Tensors) -> Tensors:
-        further = re.compile(r"model\.layers\.(\d+)\.")
-        kept = super().own(config, tensors)
-        layers = {name: further.match(name) for name in kept}
-        return {name: kept[name] for name, at in layers.items() if at is None or int(at[1]) < config.num_hidden_layers}
+        # a layer that predicts further tokens joins the last hidden state with the next embedding by eh_proj
+        joins = [at for name in tensors if (at := re.match(r"(model\.layers\.(\d+)\.)eh_proj\.", name))]
+        further = tuple(at[1] for at in joins if int(at[2]) >= config.num_hidden_layers)
+        return {name: x for name, x in super().own(config, tensors).items() if not name.startswith(further)}

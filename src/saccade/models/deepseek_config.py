@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .llama_config import LlamaConfig
+from .positions import stretch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 KINDS = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
@@ -34,7 +38,24 @@ class DeepSeekConfig(LlamaConfig):
         "moe_layer_freq": (1,),
         "topk_method": ("greedy", "group_limited_greedy", "noaux_tc"),
         "quantization_config": (None,),
+        "sliding_window": (None, 0),
     }
+    _V3: ClassVar[dict[str, Any]] = {
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 4096,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    }
+    MISSING: ClassVar[dict[str, dict[str, Any]]] = {
+        "deepseek_v2": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
+        "deepseek_v3": _V3,
+        "deepseek_v32": {**_V3, "max_position_embeddings": 163840, "index_topk": 2048},
+    }
+    NEEDED: ClassVar[tuple[str, ...]] = ("vocab_size", "num_attention_heads", "num_experts_per_tok")
 
     model_type: str = "deepseek_v3"
     moe_intermediate_size: int = 64
@@ -107,9 +128,17 @@ class DeepSeekConfig(LlamaConfig):
     @property
     def temperature(self) -> float:
         """The factor of scores beyond 1 / √D: the square of YaRN's factor for long texts, or 1."""
-        scaling = self.rope_scaling or {}
-        share, factor = scaling.get("mscale_all_dim") or 0.0, scaling.get("factor") or 1.0
+        scaling = self.rope_scaling or {"rope_type": "default"}
+        share, factor = scaling.get("mscale_all_dim") or 0.0, stretch(scaling, self.max_position_embeddings)
         return (0.1 * share * math.log(factor) + 1.0) ** 2 if factor > 1 else 1.0
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        expected = "softmax" if values.get("model_type") == "deepseek_v2" else "sigmoid"
+        if (scoring := values.get("scoring_func", expected)) != expected:
+            kind = values.get("model_type")
+            raise ValueError(f"config.json says scoring_func={scoring!r}; expected {expected!r} in a {kind} model")
+        return super().from_dict(values)
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of a `config.json` that Hugging Face transformers reads as this model."""

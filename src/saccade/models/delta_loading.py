@@ -59,7 +59,7 @@ def kimi(values: Values) -> dict[str, Any]:
     names = "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank", "attention_bias"
     return (
         fields
-        | {name: values[name] for name in names if name in values}
+        | {name: values[name] for name in names if values.get(name) is not None}
         | {
             "max_position_embeddings": values.get("model_max_length") or fields["max_position_embeddings"],
             "num_attention_heads": values["num_attention_heads"],

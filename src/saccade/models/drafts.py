@@ -195,13 +195,13 @@ def speculate(
     caches: of the tokens so far, with room for a tree. logits: [B, vocab], after these tokens. draw: logits [B, vocab]
     -> tokens [B].
     """
-    width, count = draft.width(model), 0
+    width, count, end = draft.width(model), 0, end_of(model)
     walk(texts, [Tree(0)] * len(texts), logits[:, None], draw)
     while True:
         while count < max(len(text.drawn) for text in texts):
             if any(count >= len(text.drawn) and not text.done for text in texts):
                 break
-            yield [text.drawn[count] if count < len(text.drawn) else model.config.ends[0] for text in texts]
+            yield [text.drawn[count] if count < len(text.drawn) else end for text in texts]
             count += 1
         left = sum(not text.done for text in texts)
         if not left:
@@ -210,6 +210,11 @@ def speculate(
         logits = read(model, caches, trees, backend)
         accept(caches, logits.shape[1], walk(texts, trees, logits, draw))
         draft.count(left, sum(len(text.drawn) for text in texts) - drawn)
+
+
+def end_of(model: Decoder) -> int:
+    """The token that a text repeats after its end: the first end token that the model's vocabulary has, 0 if none."""
+    return next((token for token in model.config.ends if 0 <= token < model.config.vocab_size), 0)
 
 
 def read(model: Decoder, caches: Caches, trees: Sequence[Tree], backend: str | None) -> Tensor:
@@ -221,9 +226,13 @@ def read(model: Decoder, caches: Caches, trees: Sequence[Tree], backend: str | N
         for rows in ([(tree.tokens, [0]) for tree in trees], [(tree.parents, [-1]) for tree in trees])
     )
     options: dict[str, Any] = {}
+    steps = np.arange(n)
     if any(tree.parents != list(range(-1, len(tree.parents) - 1)) for tree in trees):
-        first = (caches if isinstance(caches, StackCache) else caches[0]).positions[:, None]
-        options = {"mask": masks.tree(parents), "positions": first + torch.from_numpy(depths(parents)).to(first.device)}
+        options, steps = {"mask": masks.tree(parents)}, depths(parents)
+    first = (caches if isinstance(caches, StackCache) else caches[0]).positions[:, None]
+    # nodes that fill up a tree may be beyond the last position
+    positions = (first + torch.from_numpy(steps).to(first.device)).clamp(max=model.config.max_position_embeddings - 1)
+    options["positions"] = positions
     return model(torch.from_numpy(tokens).to(model.device), caches=caches, backend=backend, **options)
 
 

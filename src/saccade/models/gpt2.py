@@ -19,8 +19,8 @@ from ..distributed.context import Where
 from ..mask import Mask
 from .blocks import Decoder, linear
 from .fields import CONFIG, check_fields, ends_of
-from .stores import Cached, attend, positions_of
-from .weights import Tensors, filled, read_config
+from .stores import Cached, attend, positions_of, unless_failed
+from .weights import Tensors, filled, read_config, without_tied
 
 # keys that change what is computed, each with the only supported value
 UNDERSTOOD = {
@@ -172,6 +172,7 @@ class Gpt2(Decoder):
                 less = (2 * self.config.n_layer) ** 0.5 if name.endswith("c_proj.weight") else 1.0
                 nn.init.normal_(parameter, std=std / less)
 
+    @unless_failed
     def hidden(
         self,
         tokens: Tensor,
@@ -182,11 +183,16 @@ class Gpt2(Decoder):
     ) -> Tensor:
         """The last norm's output [B, T, width]."""
         limit = self.config.n_positions
-        if positions is None:
-            if not caches and tokens.shape[1] > limit:
-                raise ValueError(f"the text has {tokens.shape[1]} tokens; expected at most {limit}, the positions")
-            # padding after a short prompt may be beyond the last position, but it is never read
-            positions = positions_of(tokens, caches, backend).clamp(max=limit - 1)
+        if positions is None and not caches and tokens.shape[1] > limit:
+            raise ValueError(f"the text has {tokens.shape[1]} tokens; expected at most {limit}, the positions")
+        positions = positions_of(tokens, caches, backend) if positions is None else positions
+        # a GPU is not waited for, and may read steps beyond the last position whose tokens nothing uses
+        if positions.is_cpu and positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < limit:
+            raise ValueError(
+                f"positions are {int(positions.min())} to {int(positions.max())}; expected 0 to {limit - 1}, those of "
+                "the model: shorten the text"
+            )
+        positions = positions.clamp(0, limit - 1)
         mask = masks.causal() if mask is None else mask
         x = self.wte(tokens) + self.wpe(positions)
         for i, block in enumerate(self.blocks):
@@ -214,9 +220,9 @@ class Gpt2(Decoder):
         config = Gpt2Config.from_dict(read_config(directory))
 
         def ours(tensors: Tensors) -> Tensors:
-            # the oldest files have no prefix, and store masks; the head is the embedding
-            dropped = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
-            named = {name.removeprefix("transformer."): x for name, x in tensors.items()}
-            return {name: x for name, x in named.items() if not name.endswith(dropped)}
+            # the oldest files have no prefix, and store masks
+            dropped = (".attn.bias", ".attn.masked_bias")
+            named = {name.removeprefix("transformer."): x for name, x in tensors.items() if not name.endswith(dropped)}
+            return without_tied(named, "lm_head.weight", "wte.weight")
 
         return filled(lambda: cls(config), {"layers": config.n_layer}, directory, ours)

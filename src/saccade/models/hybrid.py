@@ -28,7 +28,7 @@ from .gated_blocks import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttentio
 from .hybrid_config import ATTENTION, EXPERTS, HybridConfig
 from .recurrent_blocks import GriffinRecurrent, Mamba, Mamba2
 from .states import Carry, Packing, StackCache, State, Turn
-from .stores import positions_of
+from .stores import positions_of, unless_failed
 from .weights import filled, read_config
 
 # layers that write to the residual stream
@@ -130,7 +130,8 @@ def make_mixer(config: HybridConfig, kind: str) -> nn.Module:
 class Hybrid(Decoder):
     """tokens -> logits through the layers of a `HybridConfig`; called as `Llama`, with one `StackCache` as caches.
 
-    Positions [B, T] separate the documents of a row: the states of recurrent layers start again where one is 0.
+    Positions separate the documents of a row: the states of recurrent layers start again where one is 0. Documents are
+    not read with caches, which raise a ValueError then.
 
     Examples:
         >>> from saccade.models.hybrid import Hybrid
@@ -160,6 +161,7 @@ class Hybrid(Decoder):
                 less = f"{name}.weight".endswith(WRITERS)
                 nn.init.normal_(module.weight, std=std / (2 * self.config.num_hidden_layers) ** 0.5 if less else std)
 
+    @unless_failed
     def hidden(
         self,
         tokens: Tensor,
@@ -170,6 +172,7 @@ class Hybrid(Decoder):
     ) -> Tensor:
         """The last norm's output [B, T, width]; arguments as in `forward`."""
         mask = masks.causal() if mask is None else mask
+        positions = positions if positions is None else positions.expand(tokens.shape)
         if caches is None:
             packing = Packing.of_documents(positions)
             positions = positions_of(tokens, None, backend) if positions is None else positions
@@ -179,6 +182,14 @@ class Hybrid(Decoder):
             return self._read(tokens, positions, mask, packing, None, backend)
         if isinstance(backend, ContextParallel):
             raise ValueError("caches are given with ContextParallel, and states are of whole rows; leave caches out")
+        if positions is not None and caches.states:
+            begins = positions == 0
+            begins[:, 0] &= caches.lengths > 0
+            if bool(begins.any()):
+                raise ValueError(
+                    "positions begin again at 0, and the states in caches would not; expected one document per "
+                    "sequence: leave caches out, or make caches for each document"
+                )
         parts = list[Tensor]()
         for start, stop in caches.pieces(tokens):
             piece = tokens[:, start:stop]
@@ -257,9 +268,14 @@ class Hybrid(Decoder):
 
         Raises ValueError as `StackCache.rewind`.
         """
+        undo = caches.undoing()
         again = caches.rewind(length)
-        if again.shape[1]:
-            self.hidden(again, caches=caches, backend=backend)
+        try:
+            if again.shape[1]:
+                self.hidden(again, caches=caches, backend=backend)
+        except BaseException:
+            undo()
+            raise
 
     @classmethod
     def load(cls, directory: str | Path) -> Hybrid:

@@ -190,7 +190,7 @@ class HybridConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> HybridConfig:
         """The config of what `to_dict` returned. Raises ValueError if a layer's kind or the vocabulary is missing."""
         names = {field.name for field in fields(cls)}
-        chosen: dict[str, Any] = {key: _frozen(x) for key, x in values.items() if key in names}
+        chosen: dict[str, Any] = {key: _frozen(x) for key, x in values.items() if key in names and x is not None}
         lacking = [name for name in ("vocab_size", "mixers", "feed_forward") if name not in chosen]
         if lacking:
             raise ValueError(f"config.json lacks {' and '.join(lacking)}; expected that of a saccade hybrid model")

@@ -14,6 +14,7 @@ from .delta_loading import KIMI, QWEN, kimi, kimi_tensors, qwen, qwen_tensors
 from .hybrid_config import KIND, HybridConfig
 from .hybrid_fields import Layout, Tensors, Values, common, rotation, understood
 from .recurrent_blocks import wide
+from .weights import without_tied
 
 
 def read_hybrid(values: Values) -> tuple[HybridConfig, Callable[[Tensors], Tensors]]:
@@ -38,9 +39,9 @@ def renamed(tensors: Tensors, layout: Layout, stack: HybridConfig) -> Tensors:
     for name, x in tensors.items():
         for theirs, ours in layout.names.items():
             name = re.sub(theirs, ours, name)
-        if name and not (stack.tie_word_embeddings and name == "head.weight"):
+        if name:
             weights |= layout.adapt(stack, name, x)
-    return weights
+    return without_tied(weights, "head.weight", "embedding.weight") if stack.tie_word_embeddings else weights
 
 
 def state_space(values: Values) -> dict[str, Any]:

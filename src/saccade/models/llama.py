@@ -20,8 +20,8 @@ from ..rope import angles
 from .blocks import Block, Decoder, Linear, RMSNorm, linear
 from .llama_config import LlamaConfig
 from .states import Turn
-from .stores import Cached, positions_of
-from .weights import Tensors, filled, read_config
+from .stores import Cached, positions_of, unless_failed
+from .weights import Tensors, filled, read_config, without_tied
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -77,6 +77,7 @@ class Llama(Decoder):
                     parameter, std=residual if name.endswith(("o_proj.weight", "down_proj.weight")) else std
                 )
 
+    @unless_failed
     def hidden(
         self,
         tokens: Tensor,
@@ -138,9 +139,9 @@ class Llama(Decoder):
     @classmethod
     def own(cls, config: LlamaConfig, tensors: Tensors) -> Tensors:
         """The tensors of a checkpoint that the model reads."""
-        # old files store tables that follow from the config, and a head even if the embedding serves as one
-        tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
-        return {name: x for name, x in tensors.items() if not name.endswith(("rotary_emb.inv_freq", *tied))}
+        # old files store tables that follow from the config
+        kept = {name: x for name, x in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+        return without_tied(kept, "lm_head.weight", "model.embed_tokens.weight") if config.tie_word_embeddings else kept
 
     @classmethod
     def counts(cls, config: LlamaConfig) -> dict[str, int]:

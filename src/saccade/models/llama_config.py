@@ -35,6 +35,12 @@ class LlamaConfig:
     }
     # transformers' end token where a file names none, by type; else 2
     END: ClassVar[dict[str, int]] = {}
+    # fields that the shapes of weights do not show, as transformers takes them where a file has none, by type
+    MISSING: ClassVar[dict[str, dict[str, Any]]] = {
+        "llama": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
+        "mistral": {"rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "sliding_window": 4096},
+    }
+    NEEDED: ClassVar[tuple[str, ...]] = ("vocab_size", "num_attention_heads")
 
     vocab_size: int
     hidden_size: int = 192
@@ -84,8 +90,17 @@ class LlamaConfig:
         """The config of the contents of a `config.json`. Raises ValueError if it asks for an unsupported option."""
         values = dict(values)
         # transformers 5 stores the base with the other rotary parameters
-        rope = dict(values.pop("rope_parameters", None) or values.pop("rope_scaling", None) or {})
-        values["rope_theta"] = rope.pop("rope_theta", values.get("rope_theta"))
+        given = [dict(values.pop(name, None) or {}) for name in ("rope_parameters", "rope_scaling")]
+        bases = {base for one in given if (base := one.pop("rope_theta", None)) is not None}
+        rope = given[0] or given[1]
+        if len(bases) > 1 or (given[1] and rope != given[1]):
+            raise ValueError(
+                f"config.json has rope_parameters {given[0]}, rope_scaling {given[1]} and bases {sorted(bases)}; "
+                "expected one of them, or both equal"
+            )
+        values["rope_theta"] = bases.pop() if bases else values.get("rope_theta")
+        # no part of a head is left unrotated
+        values["partial_rotary_factor"] = rope.pop("partial_rotary_factor", values.get("partial_rotary_factor"))
         plain = set(rope) <= {"rope_type", "type"} and set(rope.values()) <= {"default"}
         values["rope_scaling"] = None if plain else rope
         values.setdefault("model_type", cls.UNDERSTOOD["model_type"][0])
@@ -96,9 +111,10 @@ class LlamaConfig:
         if values["model_type"] == "llama":
             values.pop("sliding_window", None)
         values["eos_token_id"] = ends_of(values, cls.END.get(values["model_type"], 2))
+        values = {**cls.MISSING.get(values["model_type"], {}), **values}
         known = {field.name for field in fields(cls)}
         chosen = {key: value for key, value in values.items() if key in known and value is not None}
-        lacking = [name for name in ("vocab_size", "num_attention_heads") if name not in chosen]
+        lacking = [name for name in cls.NEEDED if name not in chosen]
         if lacking:
             kinds = " or ".join(cls.UNDERSTOOD["model_type"])
             raise ValueError(f"config.json lacks {' and '.join(lacking)}; expected that of a model of type {kinds}")

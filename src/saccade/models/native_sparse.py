@@ -174,6 +174,17 @@ class NativeSparseAttention(nn.Module):
             ValueError: the tokens exceed the capacity of the cache; and as in `saccade.attention` and `KVCache.append`.
             Unsupported: as in `saccade.attention`.
         """
+        if cache is None:
+            return self._attend(x, None, backend)
+        before = cache.compressed.lengths, cache.selected.lengths, list(cache.recent), cache.tokens
+        try:
+            return self._attend(x, cache, backend)
+        except BaseException:
+            # no branch keeps tokens that the others have not read
+            cache.compressed.lengths, cache.selected.lengths, cache.recent, cache.tokens = before
+            raise
+
+    def _attend(self, x: Tensor, cache: NativeSparseCache | None, backend: str | None) -> Tensor:
         start = 0 if cache is None else cache.start(x.shape[1])
         q = self._turned(self.q_proj(x).unflatten(-1, (self.heads, -1)), start)
         ks, vs = (one(x).unflatten(-1, (3, self.kv_heads, -1)).unbind(2) for one in (self.k_proj, self.v_proj))

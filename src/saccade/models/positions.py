@@ -58,9 +58,17 @@ def _llama3(plain: Floats, x: Mapping[str, Any], *_: Any) -> tuple[Floats, float
     return plain * (smooth + (1 - smooth) / x["factor"]), 1.0
 
 
+def stretch(x: Mapping[str, Any], positions: int) -> float:
+    """How many times longer the texts of a `rope_scaling` are than those before it; positions: as in `rotary`."""
+    if x.get("rope_type", x.get("type")) == "default":
+        return 1.0
+    old = x.get("original_max_position_embeddings") or positions
+    return x.get("factor") or positions / old
+
+
 def _yarn(plain: Floats, x: Mapping[str, Any], base: float, D: int, positions: int) -> tuple[Floats, float]:
     old = x.get("original_max_position_embeddings") or positions
-    factor = x.get("factor") or positions / old
+    factor = stretch(x, positions)
 
     def pair_of(turns: float) -> float:
         # the pair that makes this many turns in the old length

@@ -66,6 +66,8 @@ class Sampler:
         if self.top_p < 1:
             ordered, index = logits.softmax(-1).sort(-1, descending=True)
             beyond = ordered.cumsum(-1) - ordered >= self.top_p
+            # float32 may round top_p to 0
+            beyond[:, 0] = False
             logits = logits.masked_fill(beyond.gather(-1, index.argsort(-1)), -torch.inf)
         sums = logits.softmax(-1).double().cumsum(-1)
         total = sums[:, -1:]

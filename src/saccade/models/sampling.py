@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from ..caches.contiguous import KVCache
 from .blocks import Decoder
-from .drafts import Draft, Text, speculate
+from .drafts import Draft, Text, end_of, speculate
+from .fields import is_whole
 from .graphs import WARM
 from .replay import caches_of
 from .sampler import Sampler
@@ -95,7 +97,8 @@ def generate(
     call. Greedy texts are the same, and so are draws of a single prompt; those of several prompts have the same
     probabilities. Rounding may differ, because a call reads more rows, and then decides between almost equal logits.
     On an NVIDIA GPU, without keep and draft, steps after the first token are replays of one CUDA graph.
-    Raises ValueError if prompt and new tokens exceed the model's positions, and for drafts with keep or with states.
+    Raises ValueError if prompt and new tokens exceed the model's positions, for tokens that the model does not have,
+    and for drafts with keep or with states.
 
     Examples:
         >>> from saccade.models.llama import Llama, LlamaConfig
@@ -103,6 +106,7 @@ def generate(
         >>> model = Llama(LlamaConfig(vocab_size=100))
         >>> text = [token for (token,) in generate(model, [[1, 2, 3]], 8, Sampler(0.8))]
     """
+    check_prompts(prompts, model.config.vocab_size)
     config, longest = model.config, max((len(prompt) for prompt in prompts), default=0)
     capacity = longest + tokens
     if keep is not None:
@@ -134,10 +138,10 @@ def generate(
     if steps is not None:
         yield from steps.run(logits, tokens, generator)
         return
-    ends = torch.tensor(config.ends, device=model.device)
+    ends, end = torch.tensor(config.ends, device=model.device), end_of(model)
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=model.device)
     for count in range(tokens):
-        drawn = sampler.draw(logits, generator).masked_fill(ended, config.ends[0])
+        drawn = sampler.draw(logits, generator).masked_fill(ended, end)
         ended |= torch.isin(drawn, ends)
         yield drawn.tolist()
         if ended.all() or count + 1 == tokens:
@@ -151,7 +155,7 @@ def generate(
 def check_lengths(
     model: Decoder, prompts: Sequence[Sequence[int]], tokens: int, first: np.ndarray | None, chunk: int | None
 ) -> None:
-    """Raises ValueError for prompts that are empty or too long, and for a tokenizer larger than the model.
+    """Raises ValueError for prompts that are empty or too long, and for a `first` that does not fit them or the model.
 
     tokens: the number of new tokens per prompt; chunk: the number of tokens read at a time, or None.
     """
@@ -171,8 +175,40 @@ def check_lengths(
                 f"a prompt of {len(prompt)} and {tokens} new tokens exceed the model's {limit} positions; "
                 f"ask for at most {limit - len(prompt)} new tokens"
             )
-    if first is not None and first.shape[1] > vocabulary:
+    if first is None:
+        return
+    if first.ndim != 2 or len(first) != len(prompts) or first.dtype != bool:
+        raise ValueError(
+            f"first is {first.dtype} {list(first.shape)}; expected bool [{len(prompts)}, n], one row a prompt"
+        )
+    if first.shape[1] > vocabulary:
         raise ValueError(f"the tokenizer has {first.shape[1]} tokens; expected at most the model's {vocabulary}")
+    if len(none := np.flatnonzero(~first.any(1))):
+        raise ValueError(f"first allows no token for prompt {none[0]}; expected at least one")
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], vocabulary: int) -> None:
+    """Raises ValueError for the first prompt that does not consist of a vocabulary's tokens; empty ones pass."""
+    for n, prompt in enumerate(prompts):
+        _check_prompt(n, prompt, vocabulary)
+
+
+def _check_prompt(n: int, prompt: Sequence[int], vocabulary: int) -> None:
+    try:
+        ids = torch.as_tensor(prompt)
+    except (TypeError, ValueError, RuntimeError):
+        ids = torch.zeros(())
+    real = ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
+    if ids.ndim != 1 or (real and ids.numel()):
+        raise ValueError(f"prompt {n} is {reprlib.repr(prompt)}; expected a list of tokens' numbers")
+    outside = (
+        [token for token in ids.long().unique()[[0, -1]].tolist() if not 0 <= token < vocabulary] if len(ids) else []
+    )
+    if outside:
+        raise ValueError(
+            f"prompt {n} has token {outside[0]}; expected numbers from 0 to {vocabulary - 1}, those of the model: use "
+            "its own tokenizer"
+        )
 
 
 def _check_keep(model: Decoder, keep: tuple[int, int], quantised: str | None) -> None:
@@ -184,8 +220,8 @@ def _check_keep(model: Decoder, keep: tuple[int, int], quantised: str | None) ->
         )
     if getattr(model.config, "index_topk", 0):
         raise ValueError("keep is given, and the keys of the model's indexer would not be rotated again; leave it out")
-    if keep[0] < 0 or keep[1] < 1:
-        raise ValueError(f"keep is {keep}; expected sinks of at least 0 and a window of at least 1")
+    if len(keep) != 2 or not all(map(is_whole, keep)) or keep[0] < 0 or keep[1] < 1:
+        raise ValueError(f"keep is {keep}; expected sinks of at least 0 and a window of at least 1, integers")
 
 
 def _check_window(keep: tuple[int, int], capacity: int, longest: int, limit: int) -> None:

@@ -168,6 +168,22 @@ class StackCache:
             cache.accept(tokens, paths)
         self.lengths = self.lengths - tokens + self.lengths.new_tensor([len(path) for path in paths])
 
+    def undoing(self) -> Callable[[], None]:
+        """A function that goes back to the tokens read until now."""
+        # states and copies are replaced, never written to
+        lengths, states, keys = self.lengths, [dict(state) for state in self.states], [x.lengths for x in self.keys]
+        checkpoints, tokens = dict(self._checkpoints), list(self._tokens)
+
+        def undo() -> None:
+            self.lengths, self._checkpoints, self._tokens = lengths, checkpoints, tokens
+            for state, old in zip(self.states, states, strict=True):
+                state.clear()
+                state.update(old)
+            for cache, old in zip(self.keys, keys, strict=True):
+                cache.lengths = old
+
+        return undo
+
     def settle(self) -> None:
         """Forget the keys beyond `ends`, where every sequence continues."""
         if self.ends is not None:

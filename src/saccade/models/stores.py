@@ -6,7 +6,8 @@ Attention goes through `saccade.attention` (whole sequences), `saccade.decode` (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from ..caches.ragged import paged_attention
 from ..distributed.context import ContextParallel, Where
 from ..distributed.sharded_cache import ShardedKVCache
 from ..distributed.sharded_cache import decode as decode_over_ranks
+from .states import StackCache
 
 if TYPE_CHECKING:
     from ..mask import Mask
@@ -85,6 +87,57 @@ class PagedStep(NamedTuple):
 
 # the caches that a layer of attention can use
 Cached = KVCache | PagedTokens | PagedStep | ShardedKVCache
+
+
+def undoing(caches: Sequence[Cached] | StackCache) -> Callable[[], None]:
+    """A function that removes what is appended to caches from now on. What is beyond a length is never read."""
+    if isinstance(caches, StackCache):
+        return caches.undoing()
+    undone: list[tuple[Any, Tensor]] = []
+    pages: list[tuple[PagedKVCache, int, int]] = []
+    for cache in caches:
+        if isinstance(cache, PagedTokens):
+            pages += [(cache.pages, one, cache.pages.length(one)) for one in cache.sequences]
+        elif not isinstance(cache, PagedStep):
+            stores = [cache, cache.local] if isinstance(cache, ShardedKVCache) else [cache]
+            undone += [(store, store.lengths) for store in stores]
+
+    def undo() -> None:
+        for store, lengths in undone:
+            store.lengths = lengths
+        for store, sequence, length in pages:
+            store.crop(sequence, length)
+
+    return undo
+
+
+def unless_failed(hidden: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A model's `hidden`, after an error of which its caches are as before the call: no layer has read the tokens."""
+
+    @wraps(hidden)
+    def call(
+        model: Any,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        mask: Mask | None = None,
+        caches: Any = None,
+        backend: Where = None,
+    ) -> Tensor:
+        if caches is None:
+            return hidden(model, tokens, positions, mask, None, backend)
+        if len(caches) != len(model.blocks):
+            raise ValueError(
+                f"caches has {len(caches)} caches and the model {len(model.blocks)} layers; expected one per layer, as "
+                "make_caches returns"
+            )
+        undo = undoing(caches)
+        try:
+            return hidden(model, tokens, positions, mask, caches, backend)
+        except BaseException:
+            undo()
+            raise
+
+    return call
 
 
 def positions_of(tokens: Tensor, caches: Sequence[Cached] | None, backend: Where = None) -> Tensor:

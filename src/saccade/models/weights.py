@@ -20,6 +20,8 @@ Built = TypeVar("Built", bound=nn.Module)
 # the index of weights that are divided into shards, which takes precedence over a single file
 WEIGHTS, SHARDS = "model.safetensors", "model.safetensors.index.json"
 
+# fields for which null is a value of its own, not a missing one: no end token, no window, no low rank
+NULLS = {"eos_token_id", "sliding_window", "q_lora_rank"}
 # dtypes of safetensors that are supported, as torch dtypes
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # modules that a config counts, and where a tensor's name has their number
@@ -41,14 +43,16 @@ def save_weights(path: str | Path, weights: nn.Module | Mapping[str, Any]) -> No
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The contents of `config.json`, without keys that are null.
+    """The contents of `config.json`, without keys that are null, except those in `NULLS`.
 
     Raises FileNotFoundError without it, and ValueError if it is not a JSON object or a field has an impossible value.
     """
     path = directory / "config.json"
     if not path.exists():
         raise FileNotFoundError(f"no config.json in {directory}")
-    values = {name: value for name, value in read_object(path).items() if value is not None}
+    values: dict[str, Any] = {
+        name: value for name, value in read_object(path).items() if value is not None or name in NULLS
+    }
     check_fields(values, CONFIG, str(path))
     for name in ("rope_scaling", "rope_parameters"):
         check_fields(values.get(name, {}), ROPE, f"{path}: {name}")
@@ -115,7 +119,10 @@ def read_header(directory: Path) -> Tensors:
 
 
 def load_tensors(directory: Path) -> Tensors:
-    """The tensors of `weight_files`. Raises as `read_header`, and ValueError if a number is NaN or infinite."""
+    """The tensors of `weight_files`.
+
+    Raises as `read_header`, and ValueError if a number is NaN or infinite in float32, the dtype of models at first.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -126,10 +133,10 @@ def load_tensors(directory: Path) -> Tensors:
         except SafetensorError as error:
             raise ValueError(f"{path} is truncated or not a safetensors file: {error}") from None
         for name, x in loaded.items():
-            if x.dtype in DTYPES.values() and x.numel() and not all(bound.isfinite() for bound in x.aminmax()):
+            if x.dtype in DTYPES.values() and x.numel() and not all(bound.float().isfinite() for bound in x.aminmax()):
                 raise ValueError(
-                    f"{name} in {path} holds NaN or an infinity; the weights of a model are finite: copy or train it "
-                    "again"
+                    f"{name} in {path} holds NaN or an infinity in float32; the weights of a model are finite: copy or "
+                    "train it again"
                 )
         tensors |= loaded
     return tensors
@@ -158,6 +165,21 @@ def filled(
     model = build()
     model.load_state_dict(ours(load_tensors(directory)))
     return model.eval()
+
+
+def without_tied(tensors: Tensors, head: str, table: str) -> Tensors:
+    """The tensors without the head of a tied model, which old files store as well as the table that serves as it.
+
+    Raises ValueError for a head with other numbers than the table: it was trained apart, and transformers would use it.
+    """
+    x, other = tensors.get(head), tensors.get(table)
+    # tensors of a header have no numbers
+    if x is not None and other is not None and not x.is_meta and not torch.equal(x, other.to(x.dtype)):
+        raise ValueError(
+            f"the model is tied by its config.json, and {head} differs from {table}; expected equal tensors, or "
+            "tie_word_embeddings false in config.json"
+        )
+    return {name: x for name, x in tensors.items() if name != head}
 
 
 def compare(header: Tensors, expected: Tensors, directory: Path) -> None:

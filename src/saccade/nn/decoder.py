@@ -111,8 +111,14 @@ class Attention(nn.Module):
                 at = at if cache is None else cache.positions[:, None] + at
             q, k = rotate(q, at, **self.rope), rotate(k, at, **self.rope)
         if cache is not None:
+            before = cache.lengths
             cache.append(k, v)
-            return self._joined(api.decode(q, cache, mask=mask, causal=self.causal, backend=backend))
+            try:
+                return self._joined(api.decode(q, cache, mask=mask, causal=self.causal, backend=backend))
+            except BaseException:
+                # the tokens were not read: a second try appends them again
+                cache.lengths = before
+                raise
         if self.causal:
             mask = api.CAUSAL if mask is None else mask & api.CAUSAL
         return self._joined(api.attention(q, k, v, mask, backend=backend))
