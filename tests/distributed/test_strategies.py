@@ -110,6 +110,33 @@ def test_ranks_must_agree_on_the_bias():
     assert all("table [4, 3] torch.float32 from" in told for told in world(2).run(disagreed))
 
 
+def mistaken() -> list[str]:
+    import torch
+
+    from saccade.distributed import ShardedKVCache, attention, decode, ring_attention
+
+    q, found = torch.zeros(1, 2, 4, 8), list[str]()
+    cache = ShardedKVCache(1, 8, 4, 8)
+    cache.append(q, q)
+    calls = [lambda mask: ring_attention(q, q, q, mask), lambda mask: decode(q[:, :1], cache, mask=mask)]
+    calls += [
+        lambda mask, strategy=strategy: attention(q, q, q, mask, strategy=strategy)
+        for strategy in ("auto", "ring", "gather", "ulysses")
+    ]
+    for call in calls:
+        for mask in ("causal", torch.ones(4, 4, dtype=torch.bool)):
+            with pytest.raises(TypeError, match=r"expected None or an expression of saccade\.mask, such as") as caught:
+                call(mask)
+            found.append(str(caught.value))
+    return found
+
+
+def test_a_mask_of_another_type_is_named_with_what_makes_one():
+    for found in world(2).run(mistaken):
+        assert all("the text 'causal'" in text for text in found[::2])
+        assert all("saccade.mask.from_dense(array)" in text for text in found[1::2])
+
+
 def test_what_is_refused():
     assert world(3).run(refused)[0] == ["4 query heads cannot be divided among 3 ranks: use the ring"]
 

@@ -115,6 +115,11 @@ def test_dropout() -> None:
     assert graphs(lambda q: attend(q, dropout=0.5, seed=7), [(tokens(),)]) == 1
 
 
+def test_a_seed_may_be_a_symbol() -> None:
+    # the second number makes a graph in which the seed is one
+    assert graphs(lambda q, seed: attend(q, dropout=0.5, seed=seed), [(tokens(), n) for n in (3, 4, 2**63 - 1)]) == 2
+
+
 def test_a_drawn_seed_is_the_same_in_the_backward() -> None:
     f = torch.compile(lambda q, v: saccade.attention(q, q, v, dropout=0.5), fullgraph=True, backend="aot_eager")
     q, v = tokens(), tokens()

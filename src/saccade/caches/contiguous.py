@@ -149,7 +149,7 @@ class KVCache(Storage):
         Raises:
             ValueError: shapes do not fit, or a sequence would exceed the capacity.
             TypeError: k or v has another dtype or framework.
-            Unsupported: k or v requires grad; or rotation on a WebGPU device.
+            Unsupported: k or v requires grad or has a tangent; or rotation on a WebGPU device.
         """
         B = int(self.k.shape[0])
         self.check_tokens(k, v, f"{B}, T", (B,))

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ..biases import check_log_f, running_sums
 from ..errors import Unsupported
+from ..operands import DTYPES
 from .sequences import Tokens
 from .storage import Shape, Storage, at_least
 
@@ -29,7 +30,10 @@ def check(cache: Storage, log_f: Any, tokens: Shape) -> None:
         raise ValueError("log_f is missing; expected the gates of the new tokens, as the cache has gate_heads")
     if cache.gates is None:
         raise ValueError("log_f is given to a cache without gates; expected None, or a cache with gate_heads")
-    cache.kind.check_gates(log_f)
+    if not cache.kind.holds(log_f) or str(log_f.dtype).rpartition(".")[2] not in DTYPES:
+        kind = f"{type(log_f).__name__} of {getattr(log_f, 'dtype', 'no dtype')}"
+        raise TypeError(f"log_f is {kind}; expected {cache.kind.name} of {', '.join(DTYPES)}: convert log_f")
+    cache.kind.check_place("log_f", log_f)
     shape = *tokens, cache.gates.shape[-1]
     if tuple(log_f.shape) != shape:
         raise ValueError(f"log_f has shape {list(log_f.shape)}; expected {list(shape)}, one gate per query head")

@@ -14,7 +14,7 @@ from . import gates
 from .choice import arrays_for
 from .contiguous import Rotation
 from .sequences import Ints, PagedKeys, Tokens, bounds_of, path_of
-from .storage import Storage, at_least, whole
+from .storage import Storage, at_least
 
 
 class PagedKVCache(Storage):
@@ -99,7 +99,7 @@ class PagedKVCache(Storage):
 
     def fork(self, sequence: int, length: int | None = None) -> int:
         """Add a sequence that shares the first `length` tokens of another, or all for None; return its number."""
-        length, source = self._checked(sequence, length), self.known(sequence)
+        length, source = self.known(sequence).part(sequence, length), self.known(sequence)
         new = self.add()
         fork = self._sequences[new] = replace(source, pages=source.pages[: self._count(length)])
         self._shares[fork.pages] += 1
@@ -108,7 +108,7 @@ class PagedKVCache(Storage):
 
     def crop(self, sequence: int, length: int) -> None:
         """Remove the tokens from `length` on."""
-        length, one = self._checked(sequence, length), self.known(sequence)
+        length, one = self.known(sequence).part(sequence, length), self.known(sequence)
         self._give_back(one.pages[self._count(length) :])
         del one.pages[self._count(length) :]
         one.cut(length)
@@ -134,7 +134,7 @@ class PagedKVCache(Storage):
         less = one.length - sinks - window
         if less <= 0:
             return
-        later = self._slots(one, one.length - window, one.length)
+        later = self._slots(one, one.length - window)
         new = self._rejoined(sequence, sinks, later, None if rotation is None else (-less, rotation))
         self._sequences[sequence] = replace(new, sinks=sinks, gone=one.gone + less * (rotation is None), shortened=True)
 
@@ -153,7 +153,7 @@ class PagedKVCache(Storage):
             return
         gates.check_path(self)
         first = start + int(still.argmin())
-        later = self._slots(one, start, one.length)[at[first - start :]]
+        later = self._slots(one, start)[at[first - start :]]
         self._sequences[sequence] = self._rejoined(sequence, first, later)
 
     def append(
@@ -179,7 +179,7 @@ class PagedKVCache(Storage):
         Raises:
             ValueError: shapes do not fit, a sequence is missing or named twice, or too few pages are free.
             TypeError: k or v has another dtype or framework.
-            Unsupported: k or v requires grad; or rotation on a WebGPU device.
+            Unsupported: k or v requires grad or has a tangent; or rotation on a WebGPU device.
         """
         sequences, turn = list(sequences), None
         chosen = [self.known(s) for s in sequences]
@@ -188,15 +188,21 @@ class PagedKVCache(Storage):
         self.check_tokens(k, v, "tokens", ())
         if log_f is not self.gates:
             gates.check(self, log_f, (int(k.shape[0]),))
-        bounds = bounds_of("k", "cu", cu, len(sequences), int(k.shape[0]))
+        bounds, before = bounds_of("k", "cu", cu, len(sequences), int(k.shape[0])), [one.length for one in chosen]
         if rotation is not None:
             self.in_memory("rotation")
             turn = turning(k, self.positions_of(sequences, bounds), **rotation)
         sums = None if log_f is None else gates.sums_of_sequences(self, log_f, chosen, bounds)
-        first, second = map(self._arrays.indices, np.divmod(self.reserve(sequences, bounds), self.page_size))
-        self._arrays.write_slots(self, k, v, first, second, turn)
-        if sums is not None:
-            gates.write(self, sums, first, second)
+        try:
+            first, second = map(self._arrays.indices, np.divmod(self.reserve(sequences, bounds), self.page_size))
+            self._arrays.write_slots(self, k, v, first, second, turn)
+            if sums is not None:
+                gates.write(self, sums, first, second)
+        except BaseException:
+            for sequence, length in zip(sequences, before, strict=True):
+                if self.length(sequence) > length:
+                    self.crop(sequence, length)
+            raise
 
     def positions_of(self, sequences: Sequence[int], cu: Any) -> Ints:
         """int64 [n]: the positions of new tokens, those of sequence r from cu[r] to cu[r + 1]."""
@@ -239,13 +245,13 @@ class PagedKVCache(Storage):
         self._give_back(source.pages)
         try:
             slots = self._arrays.indices(self.reserve([new], np.array([0, len(later)])))
-        except ValueError:
+            for array, x in zip(self.arrays, moved, strict=True):
+                array.reshape(-1, *array.shape[2:])[slots] = x
+        except BaseException:
             self.remove(new)
             self._shares[source.pages] += 1
             self._free = [page for page in self._free if not self._shares[page]]
             raise
-        for array, x in zip(self.arrays, moved, strict=True):
-            array.reshape(-1, *array.shape[2:])[slots] = x
         return replace(self._sequences.pop(new), gone=source.gone, shortened=source.shortened)
 
     def _wanted(self, more: Iterable[tuple[Tokens, int]]) -> int:
@@ -261,22 +267,22 @@ class PagedKVCache(Storage):
         return wanted
 
     def _extended(self, one: Tokens, n: int) -> Ints:
-        # the slots of n new tokens, in pages that only this sequence uses
-        first, one.length = one.length, one.length + n
+        # the slots of n new tokens, in pages that only this sequence uses; a copy comes first, because it may raise
+        first = one.length
         shared = n > 0 and first % self.page_size > 0 and self._shares[one.pages[-1]] > 1
-        new = [self._free.pop() for _ in range(self._count(one.length) - len(one.pages) + shared)]
+        for array in self.arrays if shared else ():
+            self._arrays.copy_block(array, one.pages[-1], self._free[-1])
+        new = [self._free.pop() for _ in range(self._count(first + n) - len(one.pages) + shared)]
         self._shares[new] = 1
         if shared:
-            old = one.pages.pop()
-            self._shares[old] -= 1
-            for array in self.arrays:
-                self._arrays.copy_block(array, old, new[0])
+            self._shares[one.pages.pop()] -= 1
         one.pages += new
-        return self._slots(one, first, one.length)
+        one.length += n
+        return self._slots(one, first)
 
-    def _slots(self, one: Tokens, first: int, stop: int) -> Ints:
-        # the slots of tokens first to stop - 1, numbered over all pages
-        page, slot = np.divmod(np.arange(first, stop), self.page_size)
+    def _slots(self, one: Tokens, first: int) -> Ints:
+        # the slots of the tokens from `first` on, numbered over all pages
+        page, slot = np.divmod(np.arange(first, one.length), self.page_size)
         return np.array(one.pages, np.int64)[page] * self.page_size + slot
 
     def _give_back(self, pages: list[int]) -> None:
@@ -291,10 +297,3 @@ class PagedKVCache(Storage):
         if sequence not in self._sequences:
             raise ValueError(f"sequence {sequence!r} is not in this cache; expected one that add or fork returned")
         return self._sequences[sequence]
-
-    def _checked(self, sequence: int, length: int | None) -> int:
-        most = self.known(sequence).length
-        length = most if length is None else whole("length", length)
-        if not 0 <= length <= most:
-            raise ValueError(f"length is {length}; expected 0 to {most}, the tokens that sequence {sequence} holds")
-        return length

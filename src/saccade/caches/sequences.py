@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..frameworks.source import host
 from ..quantised import Quantised
-from .storage import at_least
+from .storage import at_least, whole
 
 Ints = NDArray[np.int64]
 
@@ -72,6 +72,14 @@ class Tokens:
         """The slot of the last token, numbered over all pages; -1 for none."""
         last = self.length - 1
         return self.pages[last // page_size] * page_size + last % page_size if self.length else -1
+
+    def part(self, sequence: int, length: int | None) -> int:
+        """length, or all tokens for None; raises unless it is an integer from 0 to their number."""
+        length = self.length if length is None else whole("length", length)
+        if not 0 <= length <= self.length:
+            most = f"{self.length}, the tokens that sequence {sequence} holds"
+            raise ValueError(f"length is {length}; expected 0 to {most}")
+        return length
 
 
 def path_of(path: Sequence[int], tokens: int) -> Ints:

@@ -143,10 +143,12 @@ class Arrays(Protocol):
         """An array of float64 zeros."""
         return np.zeros(shape)
 
-    def check_gates(self, x: Any) -> None:
-        """Raise unless x is a floating array of this kind and device, without a gradient that storing it would lose."""
-        if type(x) is not np.ndarray or x.dtype.kind != "f":
-            raise self.mismatch("log_f", x)
+    def holds(self, x: Any) -> bool:
+        """Whether x is an array of this kind, of any dtype. A masked array is not: its masked numbers would be kept."""
+        return isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray)
+
+    def check_place(self, name: str, x: Any) -> None:
+        """Raise unless x is on the device of the cache, without a derivative that storing it would lose."""
 
     def filled(self, shape: Shape, fill: float, how: Quantised | None) -> tuple[Any, Any]:
         """An array for numbers of this shape [..., n], filled with `fill`, and its scales or None."""
@@ -259,8 +261,7 @@ class NumpyArrays(Arrays):
         self.shown = {"dtype": str(self.dtype)}
 
     def check(self, name: str, x: Any) -> None:
-        other = type(x) is not np.ndarray and (is_torch(x) or hasattr(x, "gpu"))
-        if other or getattr(x, "dtype", None) != self.dtype:
+        if not self.holds(x) or x.dtype != self.dtype:
             raise self.mismatch(name, x)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import Unsupported
 from ..frameworks.torch_run import lent
-from ..frameworks.torch_state import exporting
+from ..frameworks.torch_state import beyond_memory, exporting, forward_level, is_zero, transforms_active
 from ..quantised import Quantised
 from ..rope import Turn
 from .storage import Arrays, Shape, Storage, Target, append_of, rows_of
@@ -36,28 +36,31 @@ class TorchArrays(Arrays):
     def check(self, name: str, x: Any) -> None:
         if not isinstance(x, Tensor) or x.dtype != self.dtype:
             raise self.mismatch(name, x)
-        self._check_place(name, x)
+        self.check_place(name, x)
 
-    def _check_place(self, name: str, x: Tensor) -> None:
+    def holds(self, x: Any) -> bool:
+        return isinstance(x, Tensor)
+
+    def check_place(self, name: str, x: Any) -> None:
         if x.device != self.device or x.layout != torch.strided:
             raise ValueError(
                 f"{name} is {x.layout} on {x.device}; expected {torch.strided} on {self.device}, as in the cache"
             )
-        if torch.compiler.is_compiling() and exporting():
+        compiling = torch.compiler.is_compiling()
+        if compiling and exporting():
             raise Unsupported(
                 "torch", ["a cache is written in place, which torch.export does not keep: export attention"]
             )
         if x.requires_grad and torch.is_grad_enabled():
             reason = f"{name} requires grad, and a cache has no gradient"
             raise Unsupported("torch", [f"{reason}: append {name}.detach(), or call under torch.no_grad()"])
+        odd = type(x) is not Tensor or transforms_active() or forward_level() >= 0 or is_zero(x)
+        if odd and not compiling and (more := beyond_memory(x)):
+            reason = f"{name} is {more}, and a cache stores plain numbers"
+            raise Unsupported("torch", [f"{reason}: append outside of transforms and modes"])
 
     def sums(self, shape: Shape) -> Any:
         return torch.zeros(shape, dtype=torch.float64, device=self.device)
-
-    def check_gates(self, x: Any) -> None:
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            raise self.mismatch("log_f", x)
-        self._check_place("log_f", x)
 
     def steps(self, n: int, dtype: str = "int64") -> Any:
         return torch.arange(n, dtype=getattr(torch, dtype), device=self.device)

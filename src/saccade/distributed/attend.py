@@ -17,7 +17,7 @@ from ..mask.checks import check_shapes
 from ..mask.selection import others
 from ..operands import Options, Request, Side, check_sinks
 from ..problem import check_selection
-from .call import Partition, fingerprint, prepare, untraced
+from .call import Partition, check_kind, fingerprint, prepare, untraced
 from .comm import Peers, peers_of
 from .gather import gathered
 from .heads import Exchange, ToHeads, ToSlices, bias_of, check_heads, joined, mask_of
@@ -100,6 +100,7 @@ def attention(
 
 
 def _fastest(partition: Partition, q: Tensor, k: Tensor, v: Tensor, request: Request) -> str:
+    check_kind(request.mask)
     # a bias and lists of keys are those of whole rows, which only the exchange of heads computes
     if request.side.bias is not None or selected(request.mask) is not None:
         return "ulysses"
@@ -109,6 +110,7 @@ def _fastest(partition: Partition, q: Tensor, k: Tensor, v: Tensor, request: Req
 
 def _by_heads(partition: Partition, q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor]:
     mask, side, peers = request.mask, request.side, partition.peers
+    check_kind(mask)
     bias = side.bias if isinstance(side.bias, Bias) else Bias(array=side.bias)
     rest = Request(others(mask), Side(sinks=side.sinks), request.options)
     setting = prepare(f"ulysses attention{_of_whole_rows(bias, mask)}", partition, q, k, v, rest)
@@ -150,6 +152,7 @@ def _by_mesh(
     partition: Partition, heads: Peers, q: Tensor, k: Tensor, v: Tensor, request: Request
 ) -> tuple[Tensor, Tensor]:
     rows, layout, length = partition
+    check_kind(request.mask)
     # row i, column u of the mesh has slice i · columns + u
     T = q.shape[1] * rows.world * heads.world if length is None else length
     runs: Runs = runs_of(layout, rows.world * heads.world, T)

@@ -21,7 +21,7 @@ from ..mask.algebra import selected
 from ..mask.contents import host
 from ..mask.memo import Memo
 from ..operands import Options, Request
-from ..problem import Problem, describe
+from ..problem import Problem, describe, mask_hint
 from .comm import Like, Peers
 from .layout import Layout, Runs, count, runs_of
 from .local import Local
@@ -78,8 +78,6 @@ def prepare(what: str, partition: Partition, q: Tensor, k: Tensor, v: Tensor, re
     runs = runs_of(layout, peers.world, T)
     arrays = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
     key = what, id(peers), arrays, runs, options, side.map(lambda x: (x.shape, x.dtype, x.device))
-    if mask is not None and not isinstance(mask, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"mask is {type(mask).__name__}; expected None or an expression of saccade.mask")
     place, call = _CALLS.get(mask, key)
     if call is None:
         # the mask is for the whole sequence
@@ -91,8 +89,15 @@ def prepare(what: str, partition: Partition, q: Tensor, k: Tensor, v: Tensor, re
     return call
 
 
+def check_kind(mask: object) -> None:
+    """Raise TypeError unless a mask is None or an expression of `saccade.mask`."""
+    if mask is not None and not isinstance(mask, Mask):
+        raise TypeError(mask_hint(mask))
+
+
 def refuse(request: Request, tensors: tuple[Any, ...]) -> None:
-    """Raise Unsupported, with every reason, for arguments that no strategy supports."""
+    """Raise Unsupported, with every reason, for arguments that no strategy supports; TypeError for other types."""
+    check_kind(request.mask)
     reasons: list[str] = []
     options = request.options
     if request.side.bias is not None:

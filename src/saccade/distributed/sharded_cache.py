@@ -27,7 +27,7 @@ from ..merge import merge
 from ..operands import Options, Request
 from ..plan import make_plan
 from ..problem import describe
-from .call import fingerprint
+from .call import check_kind, fingerprint
 from .comm import Like, Parcel, pack, peers_of
 from .layout import Layout, Run, positions, runs_of
 from .parcel import refuse_gradient
@@ -157,6 +157,7 @@ def decode(
     """
     with taking_part(cache.peers):
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "backend": backend}
+        check_kind(mask)
         mask = api.of_decode(mask, q, causal)
         whole = mask is None or (q.shape[1] == 1 and mask.key == _CAUSAL)
         # check before the call starts, so that every rank raises its own error

@@ -18,7 +18,7 @@ from ..mask import Mask
 from ..mask.checks import check_shapes
 from ..operands import NO_SIDE, Options, Request, Side, Spec
 from ..plan import Plan, sees_later_keys
-from ..problem import Problem
+from ..problem import Problem, mask_hint
 from .source import STRIDED, Source, first_of_side, in_use, with_gates
 
 # the most calls that are cached: for all masks without arrays, and for each mask with arrays
@@ -82,7 +82,7 @@ def make(mask: Mask | None, key: Hashable, problem: Problem, backend: str | None
     Only the first call of a kind is checked, so `key` must contain everything that `problem` was described from.
     """
     if mask is not None and type(mask) is not Mask:
-        raise TypeError(f"mask is {type(mask).__name__}; expected None or an expression of saccade.mask")
+        raise TypeError(mask_hint(mask))
     table: dict[Any, Any] = _calls
     if mask is not None:
         of_mask = mask.key
@@ -219,11 +219,12 @@ def check_mask(mask: Mask, problem: Problem) -> None:
 def seed_value(seed: Any) -> int:
     """The 64-bit key of the dropout from an integer or a 0-d integer array."""
     expected = "expected an integer or a 0-d integer array, 0 <= seed < 2**64, or None"
-    shape = getattr(seed, "shape", ())
+    shape = () if type(seed) is int else getattr(seed, "shape", ())
     try:
         if type(seed) is bool or shape != ():
             raise TypeError
-        value = operator.index(seed.item() if hasattr(seed, "item") else seed)
+        # not `index` of an int, which torch.compile may have as a symbol
+        value = seed if type(seed) is int else operator.index(getattr(seed, "item", lambda: seed)())
     except TypeError:
         value = f"of shape {list(shape)}" if shape else repr(seed)
         raise TypeError(f"seed is {type(seed).__name__} {value}; {expected}") from None

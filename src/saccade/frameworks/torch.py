@@ -27,6 +27,7 @@ from .torch_state import (
     autocast_active,
     exporting,
     forward_mode_active,
+    is_zero,
     legacy_batched,
     modes_active,
     transforms_active,
@@ -99,8 +100,8 @@ def attention_backward(
         run.check_rows(planned.problem, outputs)
         seed = _seed(request.seed) if planned.problem.scores.dropout else 0
     # autograd computes the gradients of the table and of gates from those of the arrays that kernels read
-    leaves = request.side.map(lambda x: x.detach().requires_grad_())
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves = request.side.map(lambda x: (x.clone() if x.is_inference() else x.detach()).requires_grad_())
         side = run.widen(q, request._replace(side=leaves), k.shape[1])
     extras = run.carried(seed, *side.map(torch.detach))
     with torch.no_grad():
@@ -234,7 +235,7 @@ def _by_operator(q: Tensor, k: Tensor, v: Tensor, request: Request, verb: str) -
     key, seed = None, request.seed
     if request.options.dropout:
         if seed is None:
-            seed = torch.randint(0, (1 << 63) - 1, (), dtype=torch.int64)
+            seed = torch.randint(0, (1 << 63) - 1, (), dtype=torch.int64, device="cpu")
         if isinstance(seed, Tensor) and (seed.is_floating_point() or seed.dim()):
             raise TypeError(f"seed is {seed.dtype} {list(seed.shape)}; expected an integer or a 0-d integer tensor")
         key = seed if isinstance(seed, Tensor) else torch.tensor(run.signed(seed_value(seed)))
@@ -254,7 +255,7 @@ def _with_specs(q: Tensor, request: Request, traced: bool) -> Request:
 
 def _seed(seed: Any) -> int:
     if seed is None:
-        return int(torch.randint(0, (1 << 63) - 1, ()).item())
+        return int(torch.randint(0, (1 << 63) - 1, (), device="cpu").item())
     return seed_value(seed)
 
 
@@ -276,7 +277,7 @@ def _traced(*tensors: Any) -> bool:
         return True
     traced = transforms_active() or modes_active() > 0 or forward_mode_active()
     for x in tensors:
-        if x is not None and (type(x) not in _PLAIN or x.layout is not _STRIDED):
+        if x is not None and (type(x) not in _PLAIN or x.layout is not _STRIDED or is_zero(x)):
             _refuse(x)
             traced = True
     return traced or tensors[0].is_meta
@@ -293,3 +294,5 @@ def _refuse(x: Any) -> None:
         raise Unsupported("torch", ["nested tensors have no common length: pack them and pass saccade.mask.documents"])
     if x.layout is not torch.strided:
         raise TypeError(f"an argument has layout {x.layout}; expected a dense tensor: call to_dense() first")
+    if is_zero(x):
+        raise TypeError("an argument is a zero without memory; expected a dense tensor: pass torch.zeros_like(x)")

@@ -34,7 +34,7 @@ from .torch_arguments import (
 from .torch_mask import join, seen
 from .torch_second import second_derivative
 from .torch_signature import Signature
-from .torch_state import forward_mode_active, refusing_tangents, transforms_active
+from .torch_state import forward_mode_active, is_zero, legacy_batched, refusing_tangents, transforms_active
 from .torch_vmap import vmap_rule
 
 
@@ -165,6 +165,7 @@ def _more_backward(ctx: Any, do: Any, dlse: Any, _: Any, dentropy: Any) -> tuple
 
 def outputs_of(o: Tensor, lse: Tensor, entropy: Any, do: Any, dlse: Any, dentropy: Any) -> Outputs:
     """The outputs for a backward from results and their gradients, which may be None."""
+    do, dlse, dentropy = (None if x is None or is_zero(x) else x for x in (do, dlse, dentropy))
     do = torch.zeros_like(o) if do is None else do
     return Outputs(o, lse, do, dlse, None, None if dentropy is None else entropy, dentropy)
 
@@ -252,6 +253,8 @@ def _backward_jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
 
 def call(name: str, *args: Any) -> tuple[Tensor, ...]:
     """saccade::<name>; under torch.func and in forward mode as an autograd Function, which has all derivatives."""
+    if name == "tangent" and legacy_batched(*args[: len(TANGENTS)]):
+        raise Unsupported("torch", ["vectorize is not computed in forward mode: call torch.func.jacfwd"])
     if not torch.compiler.is_compiling() and (transforms_active() or forward_mode_active()):
         return _functions[name].apply(*args)
     return getattr(torch.ops.saccade, name).default(*args)

@@ -5,11 +5,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.utils.dlpack import to_dlpack
 
@@ -21,6 +22,11 @@ transforms_active = torch._C._are_functorch_transforms_active
 modes_active = torch._C._len_torch_dispatch_stack
 # whether autocast is on for any kind of device
 autocast_active = torch._C._is_any_autocast_enabled
+# 0 or more if tensors may carry tangents; like the names above, a call without a Python function
+forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
+# whether a tensor is zero without memory, as torch makes them in derivatives
+is_zero = Tensor._is_zerotensor
+_ORDINARY: Any = Tensor
 # a tensor as a DLPack capsule; only the newer kind can be written to
 capsule = getattr(torch._C, "_to_dlpack_versioned", to_dlpack)
 
@@ -46,9 +52,21 @@ def legacy_batched(*tensors: Any) -> bool:
     return any(x is not None and is_legacy_batchedtensor(x) for x in tensors)
 
 
+def beyond_memory(x: Tensor) -> str:
+    """Why a tensor is more or less than the numbers in its memory, in words; "" for one that is just these numbers."""
+    kind: Any = type(x)
+    if kind.__torch_dispatch__ is not _ORDINARY.__torch_dispatch__:
+        return f"a {kind.__name__}"
+    if transforms_active() and is_functorch_wrapped_tensor(x):
+        return "a tensor of torch.func"
+    if forward_level() >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        return "a tensor with a tangent"
+    return "an efficient zero" if is_zero(x) else ""
+
+
 def forward_mode_active() -> bool:
     """Whether tensors may carry tangents."""
-    return forward_ad._current_level >= 0
+    return forward_level() >= 0
 
 
 def drops_tangents() -> bool:

@@ -1,0 +1,150 @@
+"""An append that raises has changed nothing, and a cache stores only plain numbers of its own kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import saccade
+from saccade.caches.paged import PagedKVCache
+
+SHAPE = 5, 2, 8
+
+
+def paged(**options: Any) -> PagedKVCache:
+    return saccade.PagedKVCache(8, 4, *SHAPE[1:], **options)
+
+
+def frozen(cache: PagedKVCache) -> None:
+    cache.k.setflags(write=False)
+
+
+def late(cache: PagedKVCache) -> None:
+    # k is written, and then v raises
+    cache.v.setflags(write=False)
+
+
+@pytest.mark.parametrize("freeze", [frozen, late])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_write_that_raises_takes_no_tokens(
+    freeze: Callable[[PagedKVCache], None], shared: bool, rng: np.random.Generator
+) -> None:
+    cache, (k, v) = paged(), rng.standard_normal((2, *SHAPE), np.float32)
+    one, other = cache.add(), cache.add()
+    cache.append([one], k, v)
+    forks = [cache.fork(one, 3)] if shared else []
+    q = rng.standard_normal((1, 1, 2, 8), np.float32)
+    before = saccade.decode(q, cache.view([one]))
+    free = cache.free_pages
+    freeze(cache)
+    with pytest.raises(ValueError, match="read-only"):
+        cache.append([other, one, *forks], *(np.tile(x[:2], (2 + shared, 1, 1)) for x in (k, v)))
+    assert [cache.length(s) for s in (one, other, *forks)] == [5, 0, 3][: 2 + shared]
+    np.testing.assert_array_equal(saccade.decode(q, cache.view([one])), before)
+    # nothing is lost: the pages are free again, and the sequences can grow
+    for array in (cache.k, cache.v):
+        array.setflags(write=True)
+    cache.append([other, one, *forks], *(np.tile(x[:2], (2 + shared, 1, 1)) for x in (k, v)))
+    for sequence in cache.sequences:
+        cache.remove(sequence)
+    assert cache.free_pages == 8 >= free
+
+
+def test_an_eviction_that_raises_keeps_the_sequence(rng: np.random.Generator) -> None:
+    cache, (k, v) = paged(), rng.standard_normal((2, *SHAPE), np.float32)
+    one = cache.add()
+    cache.append([one], k, v)
+    before = saccade.decode(k[None, :1], cache.view([one]))
+    frozen(cache)
+    with pytest.raises(ValueError, match="read-only"):
+        cache.evict(one, 1, 2)
+    assert (cache.length(one), cache.sequences, cache.free_pages) == (5, (one,), 6)
+    np.testing.assert_array_equal(saccade.decode(k[None, :1], cache.view([one])), before)
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+@pytest.mark.parametrize("quantised", [None, "int8"])
+def test_arrays_of_other_kinds_are_refused(kind: str, quantised: str | None) -> None:
+    ones = np.ones(SHAPE, np.float32)
+    others: list[Any] = [np.ma.masked_array(ones, ones > 0)]
+    try:
+        import jax.numpy
+
+        others.append(jax.numpy.asarray(ones))
+    except ModuleNotFoundError:
+        pass
+    for x in others:
+        if kind == "paged":
+            cache = paged(quantised=quantised)
+            sequence = cache.add()
+            with pytest.raises(TypeError, match=rf"k is {type(x).__name__} of float32; expected ndarray"):
+                cache.append([sequence], x, ones)
+            assert cache.length(sequence) == 0
+        else:
+            one = saccade.KVCache(1, 8, 2, 8, quantised=quantised)
+            with pytest.raises(TypeError, match=rf"k is {type(x).__name__} of float32; expected ndarray"):
+                one.append(x[None], ones[None])
+            assert not one.lengths.any()
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float64])
+def test_gates_of_every_dtype(dtype: Any, rng: np.random.Generator) -> None:
+    k, v = rng.standard_normal((2, 1, *SHAPE), np.float32)
+    # bfloat16 has these numbers exactly
+    log_f = -rng.integers(0, 9, (1, 5, 2)).astype(np.float32) / 4
+    results: list[Any] = []
+    for of in (log_f, log_f.astype(dtype)):
+        cache = saccade.KVCache(1, 8, 2, 8, gate_heads=2)
+        cache.append(k, v, log_f=of)
+        results.append(saccade.decode(k[:, -1:], cache))
+    np.testing.assert_array_equal(*results)
+
+
+@pytest.mark.parametrize("name", ["float128", "int32"])
+def test_gates_of_other_dtypes_are_refused(name: str) -> None:
+    if not hasattr(np, name):
+        pytest.skip(f"NumPy has no {name} here")
+    cache, ones = paged(gate_heads=2), np.ones(SHAPE, np.float32)
+    sequence = cache.add()
+    with pytest.raises(TypeError, match=rf"log_f is ndarray of {name}; expected ndarray of float32, bfloat16, float16"):
+        cache.append([sequence], ones, ones, log_f=np.zeros((5, 2), name))
+    assert cache.length(sequence) == 0
+
+
+@pytest.mark.parametrize("way", ["dual", "jvp", "vmap", "fake"])
+@pytest.mark.parametrize("quantised", [None, "int8"])
+@pytest.mark.parametrize("kind", ["contiguous", "ragged", "paged"])
+def test_tensors_that_are_more_than_their_memory_are_refused(kind: str, quantised: str | None, way: str) -> None:
+    torch, fake = pytest.importorskip("torch"), pytest.importorskip("torch._subclasses.fake_tensor")
+    options: Any = {"dtype": torch.float32, "quantised": quantised}
+    v = torch.ones(1, *SHAPE)
+    cache: Any = paged(**options) if kind == "paged" else saccade.KVCache(1, 8, 2, 8, **options)
+    sequence = cache.add() if kind == "paged" else None
+
+    def append(k: Any) -> Any:
+        if kind == "paged":
+            cache.append([sequence], k[0], v[0])
+        else:
+            cache.append(k, v, [3] if kind == "ragged" else None)
+        return k
+
+    def more_than_memory() -> None:
+        if way == "dual":
+            with torch.autograd.forward_ad.dual_level():
+                append(torch.autograd.forward_ad.make_dual(v, v))
+        elif way == "jvp":
+            torch.func.jvp(append, (v,), (v,))
+        elif way == "vmap":
+            torch.func.vmap(append)(v[None])
+        else:
+            with fake.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                append(mode.from_tensor(v))
+
+    words = {"dual": "a tensor with a tangent", "jvp": "a tensor of torch.func", "vmap": "a tensor of torch.func"}
+    with pytest.raises(saccade.Unsupported, match=f"k is {words.get(way, 'a FakeTensor')}, and a cache stores plain"):
+        more_than_memory()
+    assert (cache.length(sequence) if kind == "paged" else int(cache.lengths.max())) == 0
