@@ -41,8 +41,13 @@ def is_mlx(x: object) -> bool:
 
 
 def namespace(x: object) -> Any:
-    """The module whose functions accept x: torch or numpy."""
-    return sys.modules["torch"] if is_torch(x) else np
+    """The module whose functions accept x: torch or numpy. Raises TypeError for arrays of any other library."""
+    if is_torch(x):
+        return sys.modules["torch"]
+    if isinstance(x, np.ndarray | np.generic):
+        return np
+    name = f"{type(x).__module__}.{type(x).__qualname__}"
+    raise TypeError(f"an array is a {name}; expected a NumPy array or torch tensor: convert it, by numpy.asarray(x)")
 
 
 def cast(x: Any, dtype: Any) -> Any:

@@ -52,8 +52,9 @@ def sinks_gradient_of(stats: Any, sinks: Any) -> Float32:
 
 def slopes_gradient(sums: Sequence[Any], shape: tuple[int, int], B: int) -> Float32:
     """The gradient [1 | B, Hq] of the slopes from sums [B * Hq, ...] of each part."""
-    per_head = np.concatenate([np.asarray(x).reshape(B, shape[1], -1) for x in sums], -1).sum(-1, dtype=np.float64)
-    return np.asarray(per_head if shape[0] > 1 else per_head.sum(0, keepdims=True), np.float32)
+    per_part = [np.reshape(x, (B * shape[1], -1) if B else (0, 1)) for x in sums]
+    per_head = np.concatenate(per_part, -1).sum(-1, dtype=np.float64).reshape(B, shape[1])
+    return np.asarray(per_head.sum(0, keepdims=True) if shape[0] == 1 else per_head, np.float32)
 
 
 def gates_gradient(rows: Any, keys: Any, positions: Sequence[int]) -> Any:

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from saccade import merge, reference
+from saccade import merge, reference, rope
 
 B, T, H, D = 2, 6, 3, 4
 
@@ -94,3 +94,11 @@ def test_torch_agrees_and_differentiates(rng: np.random.Generator) -> None:
 
     small = [torch.tensor(rng.standard_normal(s), requires_grad=True) for s in ((2, 1, 2), (2, 1)) * 2]
     assert torch.autograd.gradcheck(whole, small)
+
+
+def test_arrays_of_another_library_are_refused() -> None:
+    jnp = pytest.importorskip("jax.numpy")
+    with pytest.raises(TypeError, match=r"an array is a jaxlib\..*; expected a NumPy array or torch tensor"):
+        merge([(jnp.zeros((2, 1, 4)), jnp.zeros((2, 1)))])
+    with pytest.raises(TypeError, match="expected a NumPy array or torch tensor"):
+        rope(jnp.zeros((1, 2, 1, 4)), np.arange(2))

@@ -192,7 +192,7 @@ def backward(
         more["bias"] = more["bias"].astype(wide, copy=False)
     if slopes is not None and problem.scores.alibi:
         per_head = slopes.sum(2).reshape(problem.B, problem.Hq)
-        more["slopes"] = (per_head if problem.scores.alibi[0] > 1 else per_head.sum(0, keepdims=True)).astype(wide)
+        more["slopes"] = (per_head.sum(0, keepdims=True) if problem.scores.alibi[0] == 1 else per_head).astype(wide)
     if distances is not None:
         more["table"] = distances.astype(wide, copy=False)
     if gates is not None:

@@ -25,8 +25,6 @@ constexpr auto SLICE = std::chrono::milliseconds(50);
 
 struct Stopped {};  // leaves a task of an abandoned job
 
-std::mutex errors;
-
 struct Job {
   const std::function<void(int64_t)>* body = nullptr;
   int64_t n = 0;
@@ -35,13 +33,15 @@ struct Job {
   int seats = 0;               // workers that may still join
   std::atomic<int> inside{0};  // helpers that run its tasks now
   std::atomic<bool> stop{false};
+  // in the job, because a mutex of the process could be locked for ever in a forked child
+  std::mutex guard;
   std::exception_ptr error;
 
   // ends the job with the exception being handled; the caller gets the first one
   void give_up() {
     stop.store(true, std::memory_order_relaxed);
     next = n;
-    std::lock_guard<std::mutex> lock(errors);
+    std::lock_guard<std::mutex> lock(guard);
     if (!error) error = std::current_exception();
   }
 };

@@ -165,8 +165,9 @@ struct Store {
     transpose(padded, round_up(width, lanes<T>), rows, ld, scratch, padded);
     for (int64_t d = 0; d < width; ++d)
       for (int64_t w = 0; w < padded; w += lanes<T>) {
-        const vec<T> x = load(scratch + d * padded + w);
-        store(out + d * padded + w, x * high + x * low);
+        const vec<T> x = load(scratch + d * padded + w), y = x * high;
+        // not y + x low of an infinity, which is NaN unless low > 0
+        store(out + d * padded + w, y - y == T(0) ? y + x * low : y);
       }
   }
   static void turn_tile(const T*, int64_t, int64_t, T*, int64_t) {}
