@@ -11,6 +11,7 @@ import pytest
 
 import saccade
 from saccade import mask as masks
+from saccade.frameworks import KNOWN
 
 torch = pytest.importorskip("torch")
 testing = pytest.importorskip("torch._dynamo.testing")
@@ -22,6 +23,8 @@ IDS = torch.tensor([0, 0, 1, 1, 1, 2, 2, 3])
 @pytest.fixture(autouse=True)
 def fresh(seed: int) -> None:
     torch.manual_seed(seed)
+    # after the first call of a process that is not compiled, those that are compile once more
+    attend(tokens())
     torch._dynamo.reset()
 
 
@@ -110,6 +113,15 @@ def test_options(what: str) -> None:
     assert graphs(f, [(tokens(), torch.rand(*shape, requires_grad=True))]) == 1
 
 
+def test_the_first_calls_of_a_process_make_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(KNOWN, torch.Tensor, raising=False)
+    counter = testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda q: attend(q, masks.causal()), fullgraph=True, backend=counter)
+    for _ in range(2):
+        compiled(tokens())
+    assert counter.frame_count == 1
+
+
 def test_dropout() -> None:
     assert graphs(lambda q, seed: attend(q, dropout=0.5, seed=seed), [(tokens(), torch.tensor(n)) for n in (3, 4)]) == 1
     assert graphs(lambda q: attend(q, dropout=0.5, seed=7), [(tokens(),)]) == 1
@@ -196,15 +208,19 @@ def test_export() -> None:
 
 FIRST = """
 import torch, saccade
-from saccade import mask
-f = torch.compile(lambda q: saccade.attention(q, q, q, mask.causal()), fullgraph=True, backend="aot_eager")
+from saccade import mask, recurrent
+def call(q):
+    return {}
+f = torch.compile(call, fullgraph=True, backend="aot_eager")
 q = torch.randn(1, 5, 2, 8)
-torch.testing.assert_close(f(q), saccade.attention(q, q, q, mask.causal()))
+torch.testing.assert_close(f(q), call(q))
 """
 
 
-def test_the_first_call_of_a_process_may_be_compiled() -> None:
-    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("call", ["saccade.attention(q, q, q, mask.causal())", "recurrent.linear_attention(q, q, q)"])
+def test_the_first_call_of_a_process_may_be_compiled(call: str) -> None:
+    words = [sys.executable, "-c", FIRST.format(call)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

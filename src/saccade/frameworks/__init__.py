@@ -33,5 +33,7 @@ def _find(q: Any) -> ModuleType:
         from . import jax as framework
     else:
         raise TypeError(f"q is {type(q).__name__}; expected a torch tensor or a NumPy array [B, Tq, Hq, D]")
-    KNOWN[type(q)] = framework
+    # a traced function that writes here would be compiled again at its second call
+    if torch is None or not torch.compiler.is_compiling():
+        KNOWN[type(q)] = framework
     return framework

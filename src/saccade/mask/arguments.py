@@ -229,6 +229,13 @@ def batch_of(mask: Mask) -> Sizes:
 
 def within(where: str, name: str, leaf: Any, low: int, high: int) -> None:
     """Raises ValueError unless low <= leaf <= high. Reads an array."""
-    values = np.asarray(leaf if isinstance(leaf, int) else host(leaf))
-    if values.size and (int(values.min()) < low or int(values.max()) > high):
-        raise ValueError(f"{where}: {name} runs from {values.min()} to {values.max()}, expected {low} to {high}")
+    if isinstance(leaf, int):
+        # without NumPy, which torch.compile would trace as torch
+        least = most = leaf
+    else:
+        values = np.asarray(host(leaf))
+        if not values.size:
+            return
+        least, most = int(values.min()), int(values.max())
+    if least < low or most > high:
+        raise ValueError(f"{where}: {name} runs from {least} to {most}, expected {low} to {high}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
@@ -60,11 +60,11 @@ class Family:
     outputs: tuple[str, ...]
     Options: type[Any]
     describe: Callable[[Specs, Any], Any]
+    # those of the arrays without "?"; no cached_property, whose first use torch.compile cannot trace in Python 3.11
+    names: tuple[str, ...] = field(init=False)
 
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        """The names of the arrays without "?"."""
-        return tuple(name.rstrip("?") for name in self.inputs)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", tuple(name.rstrip("?") for name in self.inputs))
 
     def present(self, specs: Specs) -> frozenset[str]:
         """The names of the optional arrays that the call has."""
