@@ -262,10 +262,10 @@ def test_mask_and_plan_of_128k_tokens_take_under_a_millisecond(pattern, rng) -> 
         ),
     }[pattern]
 
-    def plan(value) -> Plan:
-        return plan_of(mask_of(value), LONG, limits=limits)
-
-    assert shortest(plan, inputs, small_and_large_calls, quiet=0.65, limit=1) < 1
+    # `repeat` of NumPy 1.24 takes 0.6 ms, in later versions 0.03 to 0.08
+    limit = 1 if np.lib.NumpyVersion(np.__version__) >= "1.25.0" else 2.5
+    made = shortest(lambda x: plan_of(mask_of(x), LONG, limits=limits), inputs, small_and_large_calls, 0.65, limit)
+    assert made < limit
 
 
 def test_a_new_mask_for_each_decoded_token_is_cheap() -> None:
