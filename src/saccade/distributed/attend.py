@@ -79,12 +79,14 @@ def attention(
     if getattr(group, "ndim", 1) == 2:
         rows, heads = peers_of(group[group.mesh_dim_names[0]]), peers_of(group[group.mesh_dim_names[1]])
         with taking_part(rows, heads):
+            check_kind(mask)
             if strategy not in ("auto", "mesh"):
                 raise ValueError(f"strategy is {strategy!r} on a mesh of two dimensions; expected 'auto'")
             o, lse = _by_mesh(Partition(rows, layout, length), heads, q, k, v, request)
         return (o, lse) if return_lse else o
     peers = peers_of(group)
     with taking_part(peers):
+        check_kind(mask)
         if strategy not in ("auto", *STRATEGIES):
             raise ValueError(f"strategy is {strategy!r}; expected 'auto' or one of {', '.join(STRATEGIES)}")
         partition = Partition(peers, layout, length)
@@ -100,7 +102,6 @@ def attention(
 
 
 def _fastest(partition: Partition, q: Tensor, k: Tensor, v: Tensor, request: Request) -> str:
-    check_kind(request.mask)
     # a bias and lists of keys are those of whole rows, which only the exchange of heads computes
     if request.side.bias is not None or selected(request.mask) is not None:
         return "ulysses"
@@ -110,7 +111,6 @@ def _fastest(partition: Partition, q: Tensor, k: Tensor, v: Tensor, request: Req
 
 def _by_heads(partition: Partition, q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor]:
     mask, side, peers = request.mask, request.side, partition.peers
-    check_kind(mask)
     bias = side.bias if isinstance(side.bias, Bias) else Bias(array=side.bias)
     rest = Request(others(mask), Side(sinks=side.sinks), request.options)
     setting = prepare(f"ulysses attention{_of_whole_rows(bias, mask)}", partition, q, k, v, rest)
@@ -152,7 +152,6 @@ def _by_mesh(
     partition: Partition, heads: Peers, q: Tensor, k: Tensor, v: Tensor, request: Request
 ) -> tuple[Tensor, Tensor]:
     rows, layout, length = partition
-    check_kind(request.mask)
     # row i, column u of the mesh has slice i · columns + u
     T = q.shape[1] * rows.world * heads.world if length is None else length
     runs: Runs = runs_of(layout, rows.world * heads.world, T)
