@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from ..operands import bias_shape, slopes_shape, table_shape
 from .comm import Peers
 from .layout import Run, count
 from .parcel import Like, Parcel, pack
+from .sharding import put
 
 
 class Exchange(NamedTuple):
@@ -38,33 +38,41 @@ class Exchange(NamedTuple):
         parts = [[x[:, :, self.heads(x.shape[2], r)] for x in tensors] for r in range(self.peers.world)]
         mine = parts[self.peers.rank]
         likes = [[Like((x.shape[0], count(runs), *x.shape[2:]), x.dtype) for x in mine] for runs in self.into]
-        joined = [torch.cat(pieces, 1) for pieces in self._exchange(what, parts, likes)]
-        orders = _orders(self.into, tensors[0].device)
-        return joined if orders is None else [x.index_select(1, orders[1]) for x in joined]
+        results: list[Tensor] = []
+        for pieces in self._exchange(what, parts, likes):
+            x = pieces[0]
+            whole = x.new_empty((x.shape[0], sum(count(runs) for runs in self.into), *x.shape[2:]))
+            for piece, runs in zip(pieces, self.into, strict=True):
+                put(whole, piece, runs, 1)
+            results.append(whole)
+        return results
 
     def scatter(self, what: str, tensors: Sequence[Tensor], heads: Sequence[int]) -> list[Tensor]:
         """Convert [B, T, h, ...] to [B, n, H, ...], H from `heads`; key heads on several ranks are added by rank."""
-        orders, counts = _orders(self.into, tensors[0].device), [count(runs) for runs in self.into]
-        ordered = tensors if orders is None else [x.index_select(1, orders[0]) for x in tensors]
-        parts = list(zip(*(x.split(counts, 1) for x in ordered), strict=True))
-        spans = [[self.heads(H, r) for H in heads] for r in range(self.peers.world)]
-        likes = [
-            [
-                Like((*x.shape[:2], span.stop - span.start, *x.shape[3:]), x.dtype)
-                for x, span in zip(parts[self.peers.rank], row, strict=True)
-            ]
-            for row in spans
-        ]
+        # every run apart, so that packing is the only copy before the exchange
+        parts = [[x[:, run.slice] for x in tensors for run in runs] for runs in self.into]
+        mine = self.into[self.peers.rank]
+        likes: list[list[Like]] = []
+        for r in range(self.peers.world):
+            spans = [self.heads(H, r) for H in heads]
+            sizes = [(x, span.stop - span.start) for x, span in zip(tensors, spans, strict=True)]
+            likes.append([Like((x.shape[0], run.length, h, *x.shape[3:]), x.dtype) for x, h in sizes for run in mine])
+        pieces = iter(self._exchange(what, parts, likes))
         results: list[Tensor] = []
-        for n, (H, pieces) in enumerate(zip(heads, self._exchange(what, parts, likes), strict=True)):
-            if H % self.peers.world == 0:
-                results.append(torch.cat(pieces, 2))
-                continue
-            x = pieces[0]
+        for x, H in zip(tensors, heads, strict=True):
+            shared, shape = H % self.peers.world > 0, (x.shape[0], count(mine), H, *x.shape[3:])
             wide = torch.promote_types(x.dtype, torch.float32)
-            whole = x.new_zeros((*x.shape[:2], H, *x.shape[3:]), dtype=wide)
-            for r, part in enumerate(pieces):
-                whole[:, :, spans[r][n]] += part
+            whole = x.new_zeros(shape, dtype=wide) if shared else x.new_empty(shape)
+            at = 0
+            for run in mine:
+                rows = whole[:, at : at + run.length]
+                at += run.length
+                for r, piece in enumerate(next(pieces)):
+                    into = rows[:, :, self.heads(H, r)]
+                    if shared:
+                        into += piece
+                    else:
+                        into.copy_(piece)
             results.append(whole.to(x.dtype))
         return results
 
@@ -78,16 +86,6 @@ class Exchange(NamedTuple):
         self.peers.begin(what, f"{what}; {self.signature}", device).post("exchange", sends, receives).wait()
         came = [parts[r] if r == me else receives[r].tensors for r in range(len(likes))]
         return list(zip(*came, strict=True))
-
-
-@lru_cache(64)
-def _orders(into: tuple[tuple[Run, ...], ...], device: torch.device) -> tuple[Tensor, Tensor] | None:
-    # the positions of all concatenated slices, and the inverse permutation; None if they are in order
-    places = (torch.arange(run.length) * run.step + run.start for runs in into for run in runs)
-    order = torch.cat([*places, torch.arange(0)])
-    if torch.equal(order, torch.arange(len(order))):
-        return None
-    return order.to(device), order.argsort().to(device)
 
 
 class ToHeads(torch.autograd.Function):
