@@ -31,7 +31,7 @@ from ....problem import Problem
 from ..chip import multiprocessors
 from ..launch import AttentionLaunch, array
 from .gluon_names import async_load, barrier
-from .masking import KeyTile, Mask, RowBlock, seen_by_all
+from .masking import KeyTile, Mask, RowBlock, seen_by
 from .pipeline import Ring, pass_turn, read_number, release, take_turn, wait_empty, wait_full, write_number
 from .products import add_values, by_row, operand, product_layout, rescaled, scores_of
 from .schedule import ForwardSchedule
@@ -231,8 +231,6 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, TIL
         last = read_number(work.index(at + 4), 4)
         first_row = (tile * NC + which) * 64
         mask_b = gl.where(scheduler.Bm > 1, b, 0)
-        low, high = seen_by_all(first_row, mask_b, mask)
-        block = RowBlock(b, h, first_row, mask_b, low, high)
         own = scores
         if scores.descale is not None:
             # the factor of q k; those of v follow after B · Hq numbers
@@ -248,6 +246,7 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, TIL
             kind = read_number(work.index(at + 7), 4)
             test = (kind != 2) | (read_number(work.index(at + 6), 4) - j < BN)
             s = scores_of(pipeline.q, q, pipeline.k, wait_full(pipeline.k, step))
+            block = RowBlock(b, h, first_row, mask_b, seen_by(first_row, mask_b, mask, R))
             s = warpgroup_mma_wait(0, deps=[s])
             release(pipeline.k, step)
             p, m, l, alpha = softmax(s, m, l, KeyTile(j, kind, test), block, mask, own)
@@ -278,7 +277,7 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, TIL
             release(pipeline.v, step - 1)
         else:
             release(pipeline.q, piece)
-        finish(o, m, l, block, own, output, TILES.stored)
+        finish(o, m, l, RowBlock(b, h, first_row, mask_b, ()), own, output, TILES.stored)
         piece += 1
         stage = wait_full(pipeline.q, piece)
         b = read_number(work.index(8 * stage), 4)

@@ -42,15 +42,35 @@ class MaskOfKeys(NamedTuple):
     Tk: Any
 
 
+class SeenFrom(NamedTuple):
+    """The queries [low, high) [BN, 1] that see each of a tile's keys; the last key's low, the first key's high."""
+
+    low: Any
+    high: Any
+    most: Any
+    least: Any
+
+
 class RowBlock(NamedTuple):
-    """64 rows of head h of batch entry b: the first row, their entry of the mask, and the keys [low, high) all see."""
+    """64 rows of head h of batch entry b: the first row, their entry of the mask, and what they see, or None."""
 
     b: Any
     h: Any
     first: Any
     mask_b: Any
+    seen: Any
+
+
+class Seen(NamedTuple):
+    """What 64 rows see by a mask of one band: the keys [low, high) all see, and with documents the keys [lo, hi) [64].
+
+    Zeros for several bands.
+    """
+
     low: Any
     high: Any
+    lo: Any
+    hi: Any
 
 
 class KeyTile(NamedTuple):
@@ -94,18 +114,22 @@ def _ends_inside(block, j, n, mask, BN: gl.constexpr):
 
 
 @gluon.jit
-def seen_by_all(first, mask_b, mask):
-    """The keys [low, high) that all of the 64 rows from `first` on see, for a mask of one band."""
+def seen_by(first, mask_b, mask, layout: gl.constexpr):
+    """What the 64 rows from `first` on see. layout: of the intervals."""
     low = 0
     high = 0
+    lo = 0
+    hi = 0
     if mask.NB == 1:
         # every warp has all 64 rows
         rows = first + gl.arange(0, 64, gl.BlockedLayout([2], [32], [4], [0]))
-        lo, hi = _interval(rows, 0, mask_b, mask)
+        begin, end = _interval(rows, 0, mask_b, mask)
+        if mask.row_lo is not None:
+            lo, hi = _interval(first + gl.arange(0, 64, layout), 0, mask_b, mask)
         real = rows < mask.Tq
-        low = gl.max(gl.where(real, lo, 0), 0)
-        high = gl.min(gl.where(real, hi, mask.Tk), 0)
-    return low, high
+        low = gl.max(gl.where(real, begin, 0), 0)
+        high = gl.min(gl.where(real, end, mask.Tk), 0)
+    return Seen(low, high, lo, hi)
 
 
 @gluon.jit
@@ -120,11 +144,14 @@ def masked_scores(s, keys, block, mask):
     lane = j + (column & 6)
     column = column & ~6
     if mask.NB == 1:
-        lo, hi = _interval(rows, 0, mask_b, mask)
+        if mask.row_lo is not None:
+            lo, hi = gl.expand_dims(block.seen.lo, 1), gl.expand_dims(block.seen.hi, 1)
+        else:
+            lo, hi = _interval(rows, 0, mask_b, mask)
         # few tiles are cut on both sides: a bound that does not cut this tile costs nothing
-        if j < block.low:
+        if j < block.seen.low:
             s = gl.where(column >= lo - lane, s, float("-inf"))
-        if block.high < j + BN:
+        if block.seen.high < j + BN:
             s = gl.where(column < hi - lane, s, float("-inf"))
     else:
         bands_of = keys.kind >> 2
@@ -179,12 +206,11 @@ def _between(p, low, high, t, bounds):
 
 
 @gluon.jit
-def _in_band(p, band, keys, t, j, mask):
-    # p where one band and the rows of each key let queries from t on see keys from j on
-    BN: gl.constexpr = p.shape[0]
-    # queries keys + before to keys + after see the keys, within queries [first, last) and keys [start, stop)
+def _queries_of(band, keys, j, mask):
+    # the queries that a band and the rows of each key let see keys [BN, 1] from j on
+    BN: gl.constexpr = keys.shape[0]
+    # queries keys + before to keys + after see the keys, within queries [first, last)
     before, after, first, last = gl.load(band), gl.load(band + 1), gl.load(band + 4), gl.load(band + 5)
-    start, stop = gl.load(band + 2), gl.minimum(gl.load(band + 3), mask.Tk)
     low, high = gl.maximum(keys + before, first), gl.minimum(keys + after + 1, last)
     most, least = gl.maximum(j + BN - 1 + before, first), gl.minimum(j + after + 1, last)
     if mask.key_lo is not None:
@@ -192,17 +218,41 @@ def _in_band(p, band, keys, t, j, mask):
         low, most = gl.maximum(low, gl.load(mask.key_lo + at)), gl.maximum(most, gl.load(mask.key_lo + end))
         begin = gl.minimum(j, mask.Tk - 1)
         high, least = gl.minimum(high, gl.load(mask.key_hi + at)), gl.minimum(least, gl.load(mask.key_hi + begin))
-    p = _between(p, low, high, t, (most, least))
+    return SeenFrom(low, high, most, least)
+
+
+@gluon.jit
+def _in_band(p, band, keys, t, j, mask, seen):
+    # p where one band and the rows of each key let queries from t on see keys from j on
+    BN: gl.constexpr = p.shape[0]
+    p = _between(p, seen.low, seen.high, t, (seen.most, seen.least))
+    start, stop = gl.load(band + 2), gl.minimum(gl.load(band + 3), mask.Tk)
     if (j < start) | (stop < j + BN):
         p = gl.where((keys >= start) & (keys < stop), p, 0.0)
     return p
 
 
 @gluon.jit
-def masked_weights(p, t, j, kind, b, mask, CONFIG: gl.constexpr):
+def queries_of_keys(j, b, mask, LAYOUT: gl.constexpr, BN: gl.constexpr, CONFIG: gl.constexpr):
+    """What sees each of BN keys from j on by a mask of one band; zeros for several."""
+    seen = SeenFrom(0, 0, 0, 0)
+    if CONFIG.NB == 1:
+        bands, key_lo, key_hi, Tk = mask
+        if CONFIG.BANDS_B:
+            bands += b * 8
+        if CONFIG.ROWS_B:
+            key_lo += b.to(gl.int64) * Tk
+            key_hi += b.to(gl.int64) * Tk
+        keys = gl.expand_dims(j + gl.arange(0, BN, gl.SliceLayout(1, LAYOUT)), 1)
+        seen = _queries_of(bands, keys, j, MaskOfKeys(bands, key_lo, key_hi, Tk))
+    return seen
+
+
+@gluon.jit
+def masked_weights(p, t, j, kind, b, mask, seen, CONFIG: gl.constexpr):
     """p [BN, BM] of keys from j and queries from t of batch entry b on, with 0 for excluded pairs.
 
-    Every 64 keys have a set of bands.
+    Every 64 keys have a set of bands. seen: of `queries_of_keys`.
     """
     bands, key_lo, key_hi, Tk = mask
     if CONFIG.BANDS_B:
@@ -217,11 +267,12 @@ def masked_weights(p, t, j, kind, b, mask, CONFIG: gl.constexpr):
     keys = gl.expand_dims(j + gl.arange(0, BN, gl.SliceLayout(1, layout)), 1)
     one, two = kind >> 2 & 15, kind >> 6 & 15
     if CONFIG.NB == 1:
-        p = _in_band(p, mask.bands, keys, t, j, mask)
+        p = _in_band(p, mask.bands, keys, t, j, mask, seen)
     else:
         only = _only_band(one | two)
         if only >= 0:
-            p = _in_band(p, mask.bands + only * 8, keys, t, j, mask)
+            band = mask.bands + only * 8
+            p = _in_band(p, band, keys, t, j, mask, _queries_of(band, keys, j, mask))
         else:
             queries = gl.expand_dims(t + gl.arange(0, BM, gl.SliceLayout(0, layout)), 0)
             every = gl.where((one | two) == 0, 15, 0)
