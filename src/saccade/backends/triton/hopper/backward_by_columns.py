@@ -28,7 +28,7 @@ from .backward_pipeline import (
     store_float32,
 )
 from .gluon_names import async_store, reinterpret
-from .masking import masked_weights, queries_of_keys
+from .masking import masked_weights
 from .pipeline import wait_empty
 from .tile_scheduler import block_of, first_tile, next_tile, queue_of, rank_of, row_tile_of
 
@@ -161,7 +161,6 @@ def _compute(work, pipeline, mask, scores, gradients, sizes, CONFIG: gl.constexp
     dk = gl.zeros([BN, D], gl.float32, k_layout)
     dk_rest = gl.zeros([BN, 64], gl.float32, rest_layout)
     dv = gl.zeros([BN, DV], gl.float32, v_layout)
-    seen = queries_of_keys(block.n * BN, block.b, mask, s_layout, BN, CONFIG)
 
     mbarrier.wait(pipeline.inputs.kv_full, 0)
     mbarrier.wait(rows.full.index(0), 0)
@@ -186,7 +185,7 @@ def _compute(work, pipeline, mask, scores, gradients, sizes, CONFIG: gl.constexp
         else:
             p = gl.exp2(s * (scores.scale * LOG2E) - gl.expand_dims(lse, 0))
         if (tile.kind != 2) | ragged:
-            p = masked_weights(p, tile.m * BM, block.n * BN, tile.kind, block.b, mask, seen, CONFIG)
+            p = masked_weights(p, tile.m * BM, block.n * BN, tile.kind, block.b, mask, CONFIG)
         p_t = pipeline.p.index(zero)
         p_t.store(p.to(dtype))
         fence_async_shared()

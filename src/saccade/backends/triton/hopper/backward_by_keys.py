@@ -33,7 +33,7 @@ from .backward_pipeline import (
     store_float32,
 )
 from .gluon_names import async_add, async_store, barrier, reinterpret
-from .masking import masked_weights, queries_of_keys
+from .masking import masked_weights
 from .pipeline import Ring, read_number, release, wait_empty, wait_full, write_number
 from .tile_scheduler import block_of, first_tile, next_tile, queue_of, rank_of, row_tile_of
 
@@ -257,7 +257,6 @@ def _compute(W: gl.constexpr, pipeline, mask, scores, gradients, sizes, CONFIG: 
         first = what.n * BN + W * 64
         dk = gl.zeros([64, D], gl.float32, kv_layout)
         dv = gl.zeros([64, D], gl.float32, kv_layout)
-        seen = queries_of_keys(first, what.b, mask, s_layout, 64, CONFIG)
         mbarrier.wait(kv_full, piece & 1)
         for i in range(start, start + what.steps):
             stage, before = i & (STAGES - 1), (i + 1) & 1
@@ -293,7 +292,7 @@ def _compute(W: gl.constexpr, pipeline, mask, scores, gradients, sizes, CONFIG: 
                 if W == 1:
                     # swaps the sets of bands of the two halves
                     kind = kind & 3 | (kind >> 6 & 15) << 2 | (kind >> 2 & 15) << 6
-                p = masked_weights(p, (tile >> 11 & 0x1FFFFF) * BM, first, kind, what.b, mask, seen, CONFIG)
+                p = masked_weights(p, (tile >> 11 & 0x1FFFFF) * BM, first, kind, what.b, mask, CONFIG)
             p_a = gl.convert_layout(p.to(dtype), a_layout, assert_trivial=True)
             if scores.softcap is not None:
                 p *= 1.0 - th * th

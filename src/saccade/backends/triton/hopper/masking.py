@@ -42,15 +42,6 @@ class MaskOfKeys(NamedTuple):
     Tk: Any
 
 
-class SeenFrom(NamedTuple):
-    """The queries [low, high) [BN, 1] that see each of a tile's keys; the last key's low, the first key's high."""
-
-    low: Any
-    high: Any
-    most: Any
-    least: Any
-
-
 class RowBlock(NamedTuple):
     """64 rows of head h of batch entry b: the first row, their entry of the mask, and what they see, or None."""
 
@@ -206,11 +197,12 @@ def _between(p, low, high, t, bounds):
 
 
 @gluon.jit
-def _queries_of(band, keys, j, mask):
-    # the queries that a band and the rows of each key let see keys [BN, 1] from j on
-    BN: gl.constexpr = keys.shape[0]
-    # queries keys + before to keys + after see the keys, within queries [first, last)
+def _in_band(p, band, keys, t, j, mask):
+    # p where one band and the rows of each key let queries from t on see keys from j on
+    BN: gl.constexpr = p.shape[0]
+    # queries keys + before to keys + after see the keys, within queries [first, last) and keys [start, stop)
     before, after, first, last = gl.load(band), gl.load(band + 1), gl.load(band + 4), gl.load(band + 5)
+    start, stop = gl.load(band + 2), gl.minimum(gl.load(band + 3), mask.Tk)
     low, high = gl.maximum(keys + before, first), gl.minimum(keys + after + 1, last)
     most, least = gl.maximum(j + BN - 1 + before, first), gl.minimum(j + after + 1, last)
     if mask.key_lo is not None:
@@ -218,41 +210,17 @@ def _queries_of(band, keys, j, mask):
         low, most = gl.maximum(low, gl.load(mask.key_lo + at)), gl.maximum(most, gl.load(mask.key_lo + end))
         begin = gl.minimum(j, mask.Tk - 1)
         high, least = gl.minimum(high, gl.load(mask.key_hi + at)), gl.minimum(least, gl.load(mask.key_hi + begin))
-    return SeenFrom(low, high, most, least)
-
-
-@gluon.jit
-def _in_band(p, band, keys, t, j, mask, seen):
-    # p where one band and the rows of each key let queries from t on see keys from j on
-    BN: gl.constexpr = p.shape[0]
-    p = _between(p, seen.low, seen.high, t, (seen.most, seen.least))
-    start, stop = gl.load(band + 2), gl.minimum(gl.load(band + 3), mask.Tk)
+    p = _between(p, low, high, t, (most, least))
     if (j < start) | (stop < j + BN):
         p = gl.where((keys >= start) & (keys < stop), p, 0.0)
     return p
 
 
 @gluon.jit
-def queries_of_keys(j, b, mask, LAYOUT: gl.constexpr, BN: gl.constexpr, CONFIG: gl.constexpr):
-    """What sees each of BN keys from j on by a mask of one band; zeros for several."""
-    seen = SeenFrom(0, 0, 0, 0)
-    if CONFIG.NB == 1:
-        bands, key_lo, key_hi, Tk = mask
-        if CONFIG.BANDS_B:
-            bands += b * 8
-        if CONFIG.ROWS_B:
-            key_lo += b.to(gl.int64) * Tk
-            key_hi += b.to(gl.int64) * Tk
-        keys = gl.expand_dims(j + gl.arange(0, BN, gl.SliceLayout(1, LAYOUT)), 1)
-        seen = _queries_of(bands, keys, j, MaskOfKeys(bands, key_lo, key_hi, Tk))
-    return seen
-
-
-@gluon.jit
-def masked_weights(p, t, j, kind, b, mask, seen, CONFIG: gl.constexpr):
+def masked_weights(p, t, j, kind, b, mask, CONFIG: gl.constexpr):
     """p [BN, BM] of keys from j and queries from t of batch entry b on, with 0 for excluded pairs.
 
-    Every 64 keys have a set of bands. seen: of `queries_of_keys`.
+    Every 64 keys have a set of bands.
     """
     bands, key_lo, key_hi, Tk = mask
     if CONFIG.BANDS_B:
@@ -267,12 +235,11 @@ def masked_weights(p, t, j, kind, b, mask, seen, CONFIG: gl.constexpr):
     keys = gl.expand_dims(j + gl.arange(0, BN, gl.SliceLayout(1, layout)), 1)
     one, two = kind >> 2 & 15, kind >> 6 & 15
     if CONFIG.NB == 1:
-        p = _in_band(p, mask.bands, keys, t, j, mask, seen)
+        p = _in_band(p, mask.bands, keys, t, j, mask)
     else:
         only = _only_band(one | two)
         if only >= 0:
-            band = mask.bands + only * 8
-            p = _in_band(p, band, keys, t, j, mask, _queries_of(band, keys, j, mask))
+            p = _in_band(p, mask.bands + only * 8, keys, t, j, mask)
         else:
             queries = gl.expand_dims(t + gl.arange(0, BM, gl.SliceLayout(0, layout)), 0)
             every = gl.where((one | two) == 0, 15, 0)
