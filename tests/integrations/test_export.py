@@ -126,7 +126,9 @@ def test_an_exported_program_equals_the_model(name: str, strict: bool, tmp_path)
 LOAD = "import sys, torch, saccade.frameworks.torch_op; inputs, expected = torch.load(sys.argv[2]); run = "
 SAME = "; got = run(*inputs); assert all(torch.allclose(x, y, atol=1e-6) for x, y in zip(got, expected, strict=True))"
 LOAD_EXPORTED = f"{LOAD} torch.export.load(sys.argv[1]).module(){SAME}"
-LOAD_COMPILED = f"{LOAD} torch._inductor.aoti_load_package(sys.argv[1]){SAME}"
+# what torch 2.10 does not import itself
+CACHE = "import torch._inductor.codecache; "
+LOAD_COMPILED = f"{CACHE}{LOAD} torch._inductor.aoti_load_package(sys.argv[1]){SAME}"
 
 
 def assert_in_a_new_process(code: str, *files: str) -> None:

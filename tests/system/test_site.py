@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -197,6 +198,8 @@ def test_the_readme_is_current(tmp_path: Path) -> None:
     assert text.count("✓") > 20
     assert (page["PICTURES"] / "masks.svg").read_text() == page["strip"]()
     page["speed"](tmp_path / "speed.svg")
+    if np.__version__ < "2":
+        pytest.skip("the names of clip paths depend on NumPy's repr")
     assert (page["PICTURES"] / "speed.svg").read_text() == (tmp_path / "speed.svg").read_text()
 
 

@@ -7,8 +7,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
+
+import offline
+
+from saccade.backends.triton.fold import fold
 
 CODE = """
 import torch, saccade
@@ -33,3 +38,17 @@ def test_fold_is_merge():
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", CODE], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("Dv", [40, 64, 128, 256])
+def test_lse_is_written_after_every_warp_has_read_it(monkeypatch, Dv):
+    monkeypatch.setattr(offline, "taken", lambda kernel: kernel.asm["ptx"])
+    o, more = (torch.empty(2, 512, 8, Dv) for _ in range(2))
+    lse, more_lse = (torch.empty(2, 512, 8) for _ in range(2))
+    with offline.recorded("sm_90") as found:
+        fold(o, lse, more, more_lse)
+    words = ("ld.global", "bar.sync", "st.global")
+    steps = [word for line in str(found["fold"]).splitlines() for word in words if word in line]
+    # the last of them writes lse
+    assert "ld.global" not in steps[steps.index("bar.sync") :]
+    assert steps[steps.index("bar.sync") :].count("st.global") == 1

@@ -31,7 +31,7 @@ class Place(NamedTuple):
     kv_offset: int
     device: Any
 
-    @property
+    # no property, which Dynamo of torch 2.10 does not trace in a NamedTuple
     def offset(self) -> Any:
         """The offset of queries from keys: query t is at the position of key t + offset."""
         offset = self.q_offset - self.kv_offset

@@ -245,7 +245,7 @@ def _at_least(a: Any, b: Any, n: int) -> Allowed:
         raise TypeError("a comparison that is not of a query and a key")
     if a.table is not b.table:
         raise TypeError("a comparison of entries in two tables")
-    least, offset = n - a.shift + b.shift, a.at.offset
+    least, offset = n - a.shift + b.shift, a.at.offset()
     if a.axis == "query":
         return Allowed(causal(offset - least), a.table)
     # a window whose left end is after the query is expressed by shifting the place

@@ -42,4 +42,6 @@ def fold(x, y, n, blocks: tl.constexpr):
     o1 = tl.where((w1 == 0.0)[:, None], 0.0, o1) * (w1 / floor)[:, None]
     o2 = tl.where((w2 == 0.0)[:, None], 0.0, o2) * (w2 / floor)[:, None]
     tl.store(x.o + b * x.o_b + at, o1 + o2, inside)
+    # one warp stores lse, which other warps may still have to read for their rows of o
+    tl.debug_barrier()
     tl.store(x.lse + b * x.lse_b + rows, tl.where(total == 0.0, float("-inf"), top + tl.log(floor)), here)
