@@ -74,24 +74,28 @@ def test_intervals(name, rng) -> None:
             assert expected.any(2).all()
 
 
+@pytest.mark.parametrize("from_first", [False, True])
 @pytest.mark.parametrize("quantum", [1, 4])
 @pytest.mark.parametrize("name", MASKS)
-def test_segments(name, quantum, rng) -> None:
+def test_segments(name, quantum, from_first, rng) -> None:
     for _ in range(15):
         Tq, Tk, tile = (int(n) for n in rng.integers(1, 30, 3))
         mask = MASKS[name](rng, (Tq, Tk))
         part = part_of(mask, Tq, Tk)
         allowed = np.broadcast_to(mask.evaluate(2, 1, Tq, Tk)[:, 0], (2, Tq, Tk))
-        ptr, seg, extent = (x.cpu().numpy() for x in on_device.segments(part, tile, quantum))
+        ptr, seg, extent = (x.cpu().numpy() for x in on_device.segments(part, tile, quantum, from_first=from_first))
         n_tiles = -(-Tq // tile)
         for b in range(2):
             for n in range(n_tiles):
                 cell = min(b, part.Bm - 1) * n_tiles + n
                 rows = allowed[b, n * tile : (n + 1) * tile]
                 covered, before = np.zeros(Tk, np.bool_), 0
-                for begin, end, kind in seg[ptr[cell] : ptr[cell + 1]]:
+                own = seg[ptr[cell] : ptr[cell + 1]]
+                start = int(own[0, 0]) if from_first and len(own) else 0
+                assert not len(own) or not from_first or (rows[:, start].any() and rows[:, own[-1, 1] - 1].any())
+                for begin, end, kind in own:
                     assert before <= begin < end <= Tk
-                    assert begin % quantum == 0
+                    assert (begin - start) % quantum == 0
                     covered[begin:end] = True
                     before = end
                     assert kind != FULL or rows[:, begin:end].all()

@@ -258,17 +258,18 @@ class Segments(NamedTuple):
     extent: Tensor
 
 
-def segments(part: Intervals, tile: int, quantum: int, *, of_keys: bool = False) -> Segments:
+def segments(part: Intervals, tile: int, quantum: int, *, from_first: bool = False, of_keys: bool = False) -> Segments:
     """The keys that tiles of rows visit, rounded to multiples of quantum, and which of them are FULL.
 
-    of_keys: the rows that tiles of keys visit, in units of quantum rows.
+    from_first: multiples from the first key that a tile sees. of_keys: the rows that tiles of keys visit, in units of
+    quantum rows.
     """
     (Bm, Tq), Tk, new = part.lo.shape, part.Tk, part.lo.new_empty
     rows, n = (Tk, Tq) if of_keys else (Tq, Tk)
     n_tiles = -(-rows // tile)
     cells = Bm * n_tiles
     count, extent, spread, seg, ptr = new(cells), new(Bm, n_tiles), new(cells, 3, 3), new(3 * cells, 3), new(cells + 1)
-    config = kernels.Config(tile, min(1024, triton.next_power_of_2(tile)), quantum, of_keys)
+    config = kernels.Config(tile, min(1024, triton.next_power_of_2(tile)), quantum, from_first, of_keys)
     intervals = kernels.Intervals(*part.rows_of_keys if of_keys else (part.lo, part.hi))
     out = kernels.Lists(count, spread, extent)
     with on(part.lo):

@@ -157,15 +157,17 @@ def forward_schedule(problem: Problem, plan: Plan, device: torch.device) -> Forw
 def schedule_for(plan: Plan, tiles: Tiles, device: torch.device) -> ForwardSchedule:
     """The forward's schedule of a plan for these tiles."""
     part: Any = plan.parts[0]
+    # the keys of a tile of 8-bit values lie in an order that starts at a multiple of BN
+    from_first = tiles.every == 0
     if not part.masks:
-        ptr, seg, keys = segments(part, tiles.BM, tiles.BN)
+        ptr, seg, keys = segments(part, tiles.BM, tiles.BN, from_first=from_first)
         n_tiles = keys.shape[1]
         # the longest first, later tiles first among those of equal length
         order = n_tiles - 1 - torch.sort(keys, dim=1, descending=True, stable=True).indices.to(torch.int32)
         lists = TileLists(order, ptr, seg, every_pair(device), part.lo, part.hi)
         return ForwardSchedule(tiles, lists, n_tiles, part.Bm)
     low, n_tiles = part.masks[0], -(-plan.Tq // tiles.BM)
-    ptr, seg = forward_sets(part, tiles.BM, tiles.BN)
+    ptr, seg = forward_sets(part, tiles.BM, tiles.BN, from_first)
     rows = (low.rows[0].lo, low.rows[0].hi) if low.rows else (None, None)
     keys = Ranges(ptr, seg).keys().reshape(part.Bm, n_tiles)
     long = int(long_ones(keys).sum(1).max(initial=0))

@@ -25,13 +25,40 @@ HALF = 64
 Ints = Any
 
 
-def forward_sets(part: Part, tile_q: int, tile_k: int) -> tuple[Ints, Ints]:
-    """(ptr, seg) of the part's tiles, with sets where the mask has several bands."""
+def forward_sets(part: Part, tile_q: int, tile_k: int, from_first: bool) -> tuple[Ints, Ints]:
+    """(ptr, seg) of the part's tiles, with sets where the mask has several bands.
+
+    from_first: key tiles of a mask of one band without blocks may start at the first key that a row tile sees.
+    """
+    low = part.masks[0]
+    if from_first and low.nb == 1 and not low.grids:
+        return _from_first(part, tile_q, tile_k)
     ptr, seg = (whole := part.tiled(tile_q, tile_k, tile_k)).ptr, whole.seg
-    if part.masks[0].nb == 1:
+    if low.nb == 1:
         return ptr, seg
     cells = np.arange(len(ptr) - 1)
     return _with_sets(ptr, seg, tile_k, [[(cells, one.tiled(tile_q, tile_k, tile_k)) for one in _by_band(part)]])
+
+
+def _from_first(part: Part, tile_q: int, tile_k: int) -> tuple[Ints, Ints]:
+    # up to three segments per tile. The ends of what a row sees never decrease, so those of its first and last row are
+    # the extremes of a tile
+    Tq, Tk = int(part.nq[0]), int(part.nk[0])
+    rows = np.arange(0, Tq, tile_q)
+    (begin, stop), (full, end) = (
+        [np.broadcast_to(x.clip(0, Tk), (part.Bm, len(rows))) for x in part.masks[0].keys_of(0, t)]
+        for t in (rows, np.minimum(rows + tile_q, Tq) - 1)
+    )
+    end = np.maximum(begin, end)
+    full = begin - (begin - full) // tile_k * tile_k
+    stop = full + (stop - full) // tile_k * tile_k
+    inside = full < stop
+    full, stop = np.where(inside, full, end), np.where(inside, stop, end)
+    seg = np.stack([begin, full, full, stop, stop, end], -1).reshape(-1, 3, 2)
+    some = seg[..., 0] < seg[..., 1]
+    kinds = np.broadcast_to([PARTIAL, FULL, PARTIAL], some.shape)
+    ptr = np.concatenate([[0], np.cumsum(some.sum(1))])
+    return ptr, np.concatenate([seg[some], kinds[some][:, None]], 1)
 
 
 def backward_sets(part: Part, schedule: BackwardSchedule, tile_q: int, tile_k: int) -> BackwardSchedule:

@@ -43,11 +43,12 @@ class Lists(NamedTuple):
 
 class Config(NamedTuple):
     """The constants of `segments`: rows or keys of a tile, how many of them at a time, the multiples to which segments
-    are rounded, and whether tiles are of keys."""
+    are rounded, whether these count from the first key of the tile, and whether tiles are of keys."""
 
     TILE: Any
     BLOCK: Any
     QUANTUM: Any
+    FROM_FIRST: Any
     OF_KEYS: Any
 
 
@@ -106,9 +107,11 @@ def rows_of_keys(intervals, out, Tq, Tk, BLOCK: tl.constexpr):
 def segments(intervals, out, rows, n, n_tiles, config: tl.constexpr):
     """Fill Lists: up to three segments per tile, empty ones last.
 
-    Visited intervals are rounded outward to multiples of QUANTUM, FULL ones inward, and both end at n. Tiles of TILE
-    rows, of `rows` rows with intervals, list keys, of n keys. With OF_KEYS, the same with keys and rows exchanged, and
-    the listed rows are in units of QUANTUM. Grid: n_tiles x Bm.
+    Visited intervals are rounded outward to multiples of QUANTUM, FULL ones inward, and both end at n. FROM_FIRST: the
+    first segment starts at the first key that a row sees, the last one ends after the last such key, and the borders
+    between them are multiples of QUANTUM from the start. Tiles of TILE rows, of `rows` rows with intervals, list keys,
+    of n keys. With OF_KEYS, the same with keys and rows exchanged, and the listed rows are in units of QUANTUM.
+    Grid: n_tiles x Bm.
     """
     TILE: tl.constexpr = config.TILE
     BLOCK: tl.constexpr = config.BLOCK
@@ -129,10 +132,14 @@ def segments(intervals, out, rows, n, n_tiles, config: tl.constexpr):
         end = tl.maximum(end, tl.max(tl.where(some, high, 0), 0))
         full = tl.maximum(full, tl.max(tl.where(here, low, 0), 0))
         stop = tl.minimum(stop, tl.min(tl.where(here, high, n), 0))
-    begin = begin // QUANTUM * QUANTUM
-    full = (full + QUANTUM - 1) // QUANTUM * QUANTUM
-    end = tl.minimum((end + QUANTUM - 1) // QUANTUM * QUANTUM, n)
-    stop = tl.where(stop >= n, n, stop // QUANTUM * QUANTUM)
+    if config.FROM_FIRST:
+        full = begin + (full - begin + QUANTUM - 1) // QUANTUM * QUANTUM
+        stop = full + (stop - full) // QUANTUM * QUANTUM
+    else:
+        begin = begin // QUANTUM * QUANTUM
+        full = (full + QUANTUM - 1) // QUANTUM * QUANTUM
+        end = tl.minimum((end + QUANTUM - 1) // QUANTUM * QUANTUM, n)
+        stop = tl.where(stop >= n, n, stop // QUANTUM * QUANTUM)
     end = tl.maximum(begin, end)
     inside = full < stop
     full, stop = tl.where(inside, full, end), tl.where(inside, stop, end)
