@@ -1,9 +1,10 @@
 """The cases of this folder on real devices, by the tolerance rule:
 
-    torchrun --nproc_per_node 4 tests/distributed/on_gpus.py [--dtype bfloat16] [--only WORD] [--stop dies | hangs]
+    torchrun --nproc_per_node 4 tests/distributed/on_gpus.py [--dtype bfloat16] [--only WORD] [--part 1/4]
 
 NCCL and CUDA tensors where there are GPUs, else gloo and the CPU. Rank 0 prints a line for every case; the exit status
-is 1 if one is outside the rule. With --stop there is one case: the last rank stops, and all others must report it.
+is 1 if one is outside the rule. --part is a share of the cases: several at a time compile their kernels in parallel.
+With --stop dies, or hangs, there is one case: the last rank stops, and all others must report it.
 """
 
 from __future__ import annotations
@@ -177,6 +178,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--part", default="1/1", help="1/4 for the first quarter of the cases")
     parser.add_argument("--stop", choices=["dies", "hangs"])
     given = parser.parse_args()
     device = start()
@@ -190,12 +192,12 @@ def main() -> int:
         name = torch.cuda.get_device_name() if cuda else "CPU"
         print(f"{dist.get_world_size()} × {name}, {dist.get_backend()}, torch {torch.__version__}", flush=True)
     fine = many = 0
-    for case in cases(given.dtype):
-        name = " ".join(str(field) for field in case)
-        if given.only in name:
-            begin = time.perf_counter()
-            fine += report(name, compare(case, device), time.perf_counter() - begin)
-            many += 1
+    part, parts = map(int, given.part.split("/"))
+    every = [(case, " ".join(str(field) for field in case)) for case in cases(given.dtype)]
+    for case, name in [(case, name) for case, name in every if given.only in name][part - 1 :: parts]:
+        begin = time.perf_counter()
+        fine += report(name, compare(case, device), time.perf_counter() - begin)
+        many += 1
     if not given.only:
         fine += report("another shape on one rank", mismatch(device), 0.0)
         many += 1
