@@ -57,6 +57,8 @@ def check(shapes, **options) -> None:
 def test_shapes(name, causal) -> None:
     if name == "no head" and torch.__version__ < "2.12":
         pytest.skip("torch's own attention divides by the number of heads before 2.12")
+    if name == "no element" and torch.__version__ < "2.13":
+        pytest.skip("torch's own attention returns 0 for heads of size 0 before 2.13")
     check(SHAPES[name], is_causal=causal)
 
 

@@ -176,7 +176,7 @@ def test_decode_steps_share_a_graph() -> None:
     assert counter.frame_count <= 2
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo has no vmap of autograd Functions before torch 2.12")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo has no vmap of autograd Functions before torch 2.13")
 def test_vmap_inside() -> None:
     x = torch.randn(3, 2, 8, 4, 8)
     f = torch.vmap(lambda q: attend(q, masks.causal()))
