@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from compiled import Taken, taken
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -58,15 +55,6 @@ CHIPS = {
     f"sm_{n}": Chip(GPUTarget("cuda", n, 32), kib << 10)
     for n, kib in ((80, 163), (86, 99), (89, 99), (90, 227), (100, 227), (120, 99))
 } | {"gfx942": Chip(GPUTarget("hip", "gfx942", 64), 64 << 10)}
-DUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-
-
-class Taken(NamedTuple):
-    """Registers per thread, bytes of shared memory, bytes spilled per thread."""
-
-    registers: int
-    shared: int
-    spilled: int
 
 
 @contextmanager
@@ -92,20 +80,6 @@ def compiled(kernel: Any, args: Any, given: dict[str, Any], target: GPUTarget) -
     parsed, signature, values, attributes = kernel._pack_args(backend, options, bound, kinds, options)
     source = GluonASTSource if kernel.is_gluon() else ASTSource
     return triton.compile(source(kernel, signature, values, attributes), target=target, options=parsed.__dict__)
-
-
-def taken(kernel: Any) -> Taken:
-    """The resources of a compiled kernel, read from its machine code."""
-    if text := kernel.asm.get("amdgcn"):
-        numbers = {name: int(value) for name, value in re.findall(r"^ +\.(\w+): +(\d+)$", text, re.MULTILINE)}
-        return Taken(numbers["vgpr_count"], kernel.metadata.shared, numbers["private_segment_fixed_size"])
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        text = subprocess.run([DUMP, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text.stdout)
-    assert found, text.stdout
-    return Taken(int(found[1]), kernel.metadata.shared, int(found[2]))
 
 
 def of_problem(chip: str, dtype: str, D: int) -> dict[str, Taken]:

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-import offline
+from offline import recorded
 
 from saccade.backends.triton.fold import fold
 
@@ -40,15 +40,12 @@ def test_fold_is_merge():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("chip", ["sm_90", "gfx942"])
 @pytest.mark.parametrize("Dv", [40, 64, 128, 256])
-def test_lse_is_written_after_every_warp_has_read_it(monkeypatch, Dv):
-    monkeypatch.setattr(offline, "taken", lambda kernel: kernel.asm["ptx"])
+def test_lse_is_written_after_every_warp_has_read_it(Dv, chip):
     o, more = (torch.empty(2, 512, 8, Dv) for _ in range(2))
     lse, more_lse = (torch.empty(2, 512, 8) for _ in range(2))
-    with offline.recorded("sm_90") as found:
+    # raises for a warp that may write what another has to read
+    with recorded(chip) as found:
         fold(o, lse, more, more_lse)
-    words = ("ld.global", "bar.sync", "st.global")
-    steps = [word for line in str(found["fold"]).splitlines() for word in words if word in line]
-    # the last of them writes lse
-    assert "ld.global" not in steps[steps.index("bar.sync") :]
-    assert steps[steps.index("bar.sync") :].count("st.global") == 1
+    assert list(found) == ["fold"]
