@@ -12,36 +12,69 @@ import triton
 
 DUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 # operations whose result points into the array of their first pointer
-MOVED = r"(%[\w#]+) = (?:tt\.(?:addptr|splat|broadcast|expand_dims|reshape|trans)|ttg\.convert_layout) (.*)"
-READ = r"tt\.load (%[\w#]+)|ttg\.async_copy_global_to_local (%[\w#]+)"
-BARRIERS = ("gpu.barrier", "ttg.local_barrier", "ttg.barrier")
+MOVED = ("tt.addptr", "tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.trans", "ttg.convert_layout")
+NAME = r"%[\w]+"
+
+
+class Trace:
+    """A walk through a kernel's ttgir. arrays: the argument that a pointer points into. reads: of an argument, line
+    and pointer. after: the lines of reads that a value depends on."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, str] = {}
+        self.reads: dict[str, list[tuple[int, str]]] = {}
+        self.after: dict[str, set[int]] = {}
+        # the results of the loops and branches around a line
+        self.regions: list[str] = []
+        self.barrier = -1
+
+    def read(self, line: int, text: str) -> None:
+        """Take notes of a line."""
+        result, equals, operation = text.partition(" = ")
+        result = result.strip().partition(":")[0] if equals else ""
+        names = re.findall(NAME, operation if result else text)
+        depends = set().union(*(self.after.get(name, ()) for name in names))
+        pointers = [name for name in names if name in self.arrays]
+        for inner, outer in re.findall(rf"({NAME}) = ({NAME})", text.partition("iter_args(")[2]):
+            self.after[inner] = self.after.get(outer, set())
+            if outer in self.arrays:
+                self.arrays[inner] = self.arrays[outer]
+        if pointers and operation.startswith(MOVED):
+            self.arrays[result] = self.arrays[pointers[0]]
+        elif pointers and operation.startswith(("tt.load", "ttg.async_copy_global_to_local")):
+            self.reads.setdefault(self.arrays[pointers[0]], []).append((line, pointers[0]))
+            depends = depends | {line}
+        if text.strip().startswith("scf.yield") and self.regions:
+            self.after.setdefault(self.regions[-1], set()).update(depends)
+        elif result:
+            self.after[result] = depends
+        opened = text.partition(" loc(")[0].rstrip()
+        if "barrier" in opened:
+            self.barrier = line
+        if opened.lstrip().startswith("}") and not opened.lstrip().startswith(("} else", "})")) and self.regions:
+            self.regions.pop()
+        elif opened.endswith("{") and not opened.lstrip().startswith("} else"):
+            self.regions.append(result)
+
+    def unordered(self, pointer: str, value: str) -> bool:
+        """Whether a write of value may come before a read of the same array, because nothing orders them.
+
+        Threads read by the same pointer what they write themselves. The compiler reads a small array once for each
+        layout that it needs, by other pointers. A value that depends on such a read is written after it.
+        """
+        reads = self.reads.get(self.arrays.get(pointer, ""), [])
+        done = self.after.get(value, set())
+        return any(line > self.barrier and other != pointer and line not in done for line, other in reads)
 
 
 def unordered(ttgir: str) -> list[str]:
-    """Arguments that are read by other pointers than those by which they are written later, without a barrier between.
-
-    By the same pointers every thread reads what it writes itself. Others have another layout: the compiler reads small
-    arrays again for each layout that it needs.
-    """
-    arrays = {name: name for name in re.findall(r"(%\w+): !tt\.ptr", ttgir)}
-    reads: dict[str, list[tuple[int, str]]] = {}
-    barriers, found = list[int](), list[str]()
+    """Arguments that one warp may write before another has read them, of a compiled kernel."""
+    trace, found = Trace(), list[str]()
+    trace.arrays = {name: name for name in re.findall(rf"({NAME}): !tt\.ptr", ttgir)}
     for line, text in enumerate(ttgir.splitlines()):
-        if moved := re.search(MOVED, text):
-            first = next((x for x in re.findall(r"%[\w#]+", moved[2]) if x in arrays), None)
-            if first:
-                arrays[moved[1]] = arrays[first]
-        for pair in re.findall(r"(%\w+) = (%[\w#]+)", text.partition("iter_args(")[2]):
-            if pair[1] in arrays:
-                arrays[pair[0]] = arrays[pair[1]]
-        if (read := re.search(READ, text)) and (pointer := read[1] or read[2]) in arrays:
-            reads.setdefault(arrays[pointer], []).append((line, pointer))
-        if any(word in text for word in BARRIERS):
-            barriers.append(line)
-        if (written := re.search(r"tt\.store (%[\w#]+)", text)) and (array := arrays.get(written[1])):
-            before = [at for at, pointer in reads.get(array, []) if pointer != written[1]]
-            if before and not any(max(before) < barrier < line for barrier in barriers):
-                found.append(array)
+        if (written := re.search(rf"tt\.store ({NAME}), ({NAME})", text)) and trace.unordered(*written.groups()):
+            found.append(trace.arrays[written[1]])
+        trace.read(line, text)
     return found
 
 
