@@ -216,8 +216,8 @@ def lent(x: Tensor) -> Any:
     return _read(_Lent(x.view(torch.uint16) if x.dtype is torch.bfloat16 else x))
 
 
-# NumPy before 2.1 does not know the capsules that may be written to
-_read: Callable[[Any], Any] = np.from_dlpack if np.lib.NumpyVersion(np.__version__) >= "2.1.0" else np.asarray
+# NumPy before 2.1 does not know the capsules that may be written to, and before 2.2.5 it never writes to theirs
+_read: Callable[[Any], Any] = np.from_dlpack if np.lib.NumpyVersion(np.__version__) >= "2.2.5" else np.asarray
 
 
 class _Lent:
