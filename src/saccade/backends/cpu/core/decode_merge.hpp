@@ -50,7 +50,7 @@ struct Merge {
       double lse = -__builtin_inf(), scale = 0;
       const int64_t at = (b * c.Tq + t) * c.Hq + h;
       if (sum != T(0)) {
-        lse = from_log2<T>(c, static_cast<double>(top) + __builtin_log2(static_cast<double>(sum)));
+        lse = lse_of<T>(c, top, sum);
         scale = 1 / static_cast<double>(sum);
       }
       const double mine = lse;

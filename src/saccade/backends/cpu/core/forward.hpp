@@ -300,13 +300,34 @@ struct Forward {
         __builtin_memcpy(rows + r * ldv, transposed + r * ldv, static_cast<size_t>(ldv) * sizeof(T));
   }
 
-  // the entropy of row r, whose keys of this part have the lse `mine`; c.lse still has that of earlier parts
-  void add_entropy(int64_t at, int64_t r, const State& it, double mine, double total) {
+  // the weights of this part, of earlier parts and of the sink in a row, which add up to 1, and the row's lse
+  struct Shares {
+    double here, before, sink, lse;
+  };
+  // Merged by maximum and sum: the lse of large scores has lost the logarithm of its sum.
+  Shares shares_of(int64_t at, int64_t head, T m, T l) {
+    double* kept = c.rows ? c.rows + 2 * at : nullptr;
+    const double sink = c.last && c.sinks ? c.sinks[head] : -__builtin_inf();
+    const double from[] = {static_cast<double>(m), c.merge ? kept[0] : 0, in_log2(c, static_cast<T>(sink))};
+    double sums[] = {static_cast<double>(l), c.merge ? kept[1] : 0, sink == -__builtin_inf() ? 0. : 1.};
+    double top = -__builtin_inf(), sum = 0;
+    for (int i = 0; i < 3; ++i)
+      if (sums[i] != 0 && from[i] > top) top = from[i];
+    for (int i = 0; i < 3; ++i) {
+      // also of infinite scores
+      if (sums[i] != 0 && from[i] != top) sums[i] *= __builtin_exp2(from[i] - top);
+      sum += sums[i];
+    }
+    if (kept && !c.last) kept[0] = top, kept[1] = sum;
+    const double all = sum == 0 ? 1 : sum;
+    return {sums[0] / all, sums[1] / all, sums[2] / all, lse_of<T>(c, top, sum)};
+  }
+
+  void add_entropy(int64_t at, int64_t r, const State& it, const Shares& shares) {
     const double l = static_cast<double>(it.l[r]), u = static_cast<double>(it.u[r]);
     T& out = static_cast<T*>(c.entropy)[at];
-    double sum = entropy_share(mine, LN2<double> * (__builtin_log2(l) - u / l), total);
-    if (c.merge) sum += entropy_share(static_cast<double>(static_cast<T*>(c.lse)[at]), static_cast<double>(out), total);
-    if (c.last && c.sinks) sum += entropy_share(c.sinks[it.s.head(r)], 0, total);
+    double sum = share_entropy(shares.here, LN2<double> * (__builtin_log2(l) - u / l)) + share_entropy(shares.sink, 0);
+    if (c.merge) sum += share_entropy(shares.before, static_cast<double>(out));
     out = static_cast<T>(sum);
   }
 
@@ -317,21 +338,17 @@ struct Forward {
     T before[TILE_Q];
     for (int64_t r = 0; r < x.rows; ++r) {
       const int64_t at = (x.b * c.Tq + x.row(r)) * c.Hq + x.head(r);
-      T& out = lse[at];
-      const double l = static_cast<double>(it.l[r]), mine = lse_of<T>(c, it.m[r], it.l[r]);
-      double total = mine;
-      if (c.merge) total = log_add(total, static_cast<double>(out));
-      if (c.last && c.sinks) total = log_add(total, c.sinks[x.head(r)]);
-      share[r] = total == mine ? 1 : __builtin_exp(mine - total);
-      before[r] =
-          !c.merge || out == Low<T>::masked ? T(0) : static_cast<T>(__builtin_exp(static_cast<double>(out) - total));
+      const double l = static_cast<double>(it.l[r]);
+      const Shares shares = shares_of(at, x.head(r), it.m[r], it.l[r]);
+      share[r] = shares.here;
+      before[r] = static_cast<T>(shares.before);
       if (c.max) {
         // NaN where lse is
         const double top = l == 0 ? -__builtin_inf() : from_log2<T>(c, static_cast<double>(it.m[r])) + l * 0;
         if (!c.merge || !(max[at] >= top)) max[at] = static_cast<T>(top);
       }
-      if (c.entropy) add_entropy(at, r, it, mine, total);
-      out = static_cast<T>(total);
+      if (c.entropy) add_entropy(at, r, it, shares);
+      lse[at] = static_cast<T>(shares.lse);
     }
     quotients(it, share, rows);
     again(it, task, share);

@@ -43,7 +43,7 @@ struct RowSums {
   // corrects P.
   static double refine(const Call& c, int64_t at) {
     double* row = c.rows + 2 * at;
-    const double sink = c.sinks ? __builtin_exp2(c.sinks[at % c.Hq] * LOG2E<double> - row[0]) : 0;
+    const double sink = c.sinks ? __builtin_exp2(in_log2(c, static_cast<T>(c.sinks[at % c.Hq])) - row[0]) : 0;
     const double total = c.sums[2 * at] + sink, over = total - 1;
     const double lse = __builtin_fabs(row[0] * LN2<double>), eps = sizeof(T) == 4 ? 0x1p-23 : 0x1p-52;
     const double apart = __builtin_fabs(over) < 0x1p-10 ? over : __builtin_log(total);

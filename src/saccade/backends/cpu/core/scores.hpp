@@ -41,10 +41,10 @@ SACCADE_INLINE double from_log2(const Call& c, double y) {
 
 // lse of a row in natural units, from the maximum of its scores in log2 units and the sum of its weights
 template <class T>
-SACCADE_INLINE double lse_of(const Call& c, T m, T l) {
-  if (l == T(0)) return -__builtin_inf();
-  if (m == -Low<T>::masked) return __builtin_inf();
-  return from_log2<T>(c, static_cast<double>(m) + __builtin_log2(static_cast<double>(l)));
+SACCADE_INLINE double lse_of(const Call& c, double m, double l) {
+  if (l == 0) return -__builtin_inf();
+  if (m == __builtin_inf()) return m;
+  return from_log2<T>(c, m + __builtin_log2(l));
 }
 
 // log(e^a + e^b), NaN if one of them is
@@ -58,6 +58,10 @@ SACCADE_INLINE double log_add(double a, double b) {
 // what keys of this lse and entropy add to the entropy of a row whose lse is `total`
 SACCADE_INLINE double entropy_share(double lse, double entropy, double total) {
   return lse == -__builtin_inf() ? 0 : __builtin_exp(lse - total) * (entropy + (total - lse));
+}
+// the same of keys that have this share of the row's weight
+SACCADE_INLINE double share_entropy(double share, double entropy) {
+  return share == 0 ? 0 : share * (entropy - __builtin_log(share));
 }
 // log2 differences below this have weight 0; unlike -inf, they may be multiplied by it
 template <class T>

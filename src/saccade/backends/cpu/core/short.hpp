@@ -233,7 +233,7 @@ SACCADE_INLINE bool short_rows(const Call& c) {
   if (c.drop_below || c.sinks || c.merge || !c.last || c.wants_more() || c.range) return false;
   if (c.block_table || c.selection.lists || p.classes != 1 || p.step != 1 || p.entry || !p.one_bands) return false;
   // the forward of more tokens has products of pairs of bf16, but takes as long for pairs that a mask excludes
-  const bool all = p.ptr[1] > 0 && p.seg[2] == FULL;
+  const bool all = p.n_tiles > 0 && p.ptr[1] > 0 && p.seg[2] == FULL;
   return max64(c.Tq, c.Tk) <= (wide ? SHORT : SHORT / 4) / (all ? 2 : 1);
 }
 template <class T>
