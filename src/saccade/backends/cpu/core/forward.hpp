@@ -300,29 +300,6 @@ struct Forward {
         __builtin_memcpy(rows + r * ldv, transposed + r * ldv, static_cast<size_t>(ldv) * sizeof(T));
   }
 
-  // the weights of this part, of earlier parts and of the sink in a row, which add up to 1, and the row's lse
-  struct Shares {
-    double here, before, sink, lse;
-  };
-  // Merged by maximum and sum: the lse of large scores has lost the logarithm of its sum.
-  Shares shares_of(int64_t at, int64_t head, T m, T l) {
-    double* kept = c.rows ? c.rows + 2 * at : nullptr;
-    const double sink = c.last && c.sinks ? c.sinks[head] : -__builtin_inf();
-    const double from[] = {static_cast<double>(m), c.merge ? kept[0] : 0, in_log2(c, static_cast<T>(sink))};
-    double sums[] = {static_cast<double>(l), c.merge ? kept[1] : 0, sink == -__builtin_inf() ? 0. : 1.};
-    double top = -__builtin_inf(), sum = 0;
-    for (int i = 0; i < 3; ++i)
-      if (sums[i] != 0 && from[i] > top) top = from[i];
-    for (int i = 0; i < 3; ++i) {
-      // also of infinite scores
-      if (sums[i] != 0 && from[i] != top) sums[i] *= __builtin_exp2(from[i] - top);
-      sum += sums[i];
-    }
-    if (kept && !c.last) kept[0] = top, kept[1] = sum;
-    const double all = sum == 0 ? 1 : sum;
-    return {sums[0] / all, sums[1] / all, sums[2] / all, lse_of<T>(c, top, sum)};
-  }
-
   void add_entropy(int64_t at, int64_t r, const State& it, const Shares& shares) {
     const double l = static_cast<double>(it.l[r]), u = static_cast<double>(it.u[r]);
     T& out = static_cast<T*>(c.entropy)[at];
@@ -339,7 +316,8 @@ struct Forward {
     for (int64_t r = 0; r < x.rows; ++r) {
       const int64_t at = (x.b * c.Tq + x.row(r)) * c.Hq + x.head(r);
       const double l = static_cast<double>(it.l[r]);
-      const Shares shares = shares_of(at, x.head(r), it.m[r], it.l[r]);
+      const double sink = c.last && c.sinks ? c.sinks[x.head(r)] : -__builtin_inf();
+      const Shares shares = shares_of(c, it.m[r], it.l[r], sink, c.rows ? c.rows + 2 * at : nullptr);
       share[r] = shares.here;
       before[r] = static_cast<T>(shares.before);
       if (c.max) {

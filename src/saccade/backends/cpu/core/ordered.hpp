@@ -171,11 +171,11 @@ struct Ordered : Decode<K, TILE_K> {
           store(whole + d, folded<T>(load(whole + d), of_whole, load(sums + d), of_range));
       }
       const int64_t h = hk * c.G + r / c.Tq, t = r % c.Tq;
-      const double mine = lse_of<T>(c, m, l), total = c.sinks ? log_add(mine, c.sinks[h]) : mine;
-      const T own = Forward<K>::quotient(total == mine ? 1 : __builtin_exp(mine - total), l);
+      const Shares shares = shares_of(c, m, l, c.sinks ? c.sinks[h] : -__builtin_inf());
+      const T own = Forward<K>::quotient(shares.here, l);
       for (int64_t d = 0; d < ldv; ++d) whole[d] = (whole[d] + T(0)) * own;
       if (!all_finite(whole, c.Dv)) c.lost[task] = 1;
-      static_cast<T*>(c.lse)[(b * c.Tq + t) * c.Hq + h] = static_cast<T>(total);
+      static_cast<T*>(c.lse)[(b * c.Tq + t) * c.Hq + h] = static_cast<T>(shares.lse);
       write_row(c.o, b * c.o.stride[0] + t * c.o.stride[1] + h * c.o.stride[2], c.Dv, whole);
     }
   }

@@ -47,6 +47,30 @@ SACCADE_INLINE double lse_of(const Call& c, double m, double l) {
   return from_log2<T>(c, m + __builtin_log2(l));
 }
 
+// the weights of a part of the keys, of earlier parts and of the sink in a row, which add up to 1, and the row's lse
+struct Shares {
+  double here, before, sink, lse;
+};
+
+// m, l: as in `lse_of`, of the keys of this part. sink: -inf for none. kept: maximum and sum of the earlier parts, then
+// also of this one; null if there is only one. The lse of large scores has lost the logarithm of its sum.
+template <class T>
+SACCADE_INLINE Shares shares_of(const Call& c, T m, T l, double sink, double* kept = nullptr) {
+  const double from[] = {static_cast<double>(m), kept && c.merge ? kept[0] : 0, in_log2(c, static_cast<T>(sink))};
+  double sums[] = {static_cast<double>(l), kept && c.merge ? kept[1] : 0, sink == -__builtin_inf() ? 0. : 1.};
+  double top = -__builtin_inf(), sum = 0;
+  for (int i = 0; i < 3; ++i)
+    if (sums[i] != 0 && from[i] > top) top = from[i];
+  for (int i = 0; i < 3; ++i) {
+    // also of infinite scores
+    if (sums[i] != 0 && from[i] != top) sums[i] *= __builtin_exp2(from[i] - top);
+    sum += sums[i];
+  }
+  if (kept && !c.last) kept[0] = top, kept[1] = sum;
+  const double all = sum == 0 ? 1 : sum;
+  return {sums[0] / all, sums[1] / all, sums[2] / all, lse_of<T>(c, top, sum)};
+}
+
 // log(e^a + e^b), NaN if one of them is
 SACCADE_INLINE double log_add(double a, double b) {
   if (a != a || b != b) return a + b;
