@@ -100,7 +100,11 @@ def first_usable(wanted: str, opener: Callable[[Any], Device]) -> Device:
         if refusals:
             reasons += refusals
             continue
-        gpu = opener(adapter)
+        try:
+            gpu = opener(adapter)
+        except (RuntimeError, wgpu.GPUError) as error:
+            reasons.append(f"{describe(adapter)} does not open: {error}")
+            continue
         if not loops_are_whole(gpu):
             reasons.append(
                 f"{describe(adapter)} silently ends loops after 65535 iterations and would give wrong results: "

@@ -106,7 +106,12 @@ class Memory:
         if not places[-1]:
             return
         # the copies have been submitted, so wgpu need not submit an empty encoder before it maps
-        staging.map_async("READ_NOSYNC", 0, places[-1]).sync_wait()
+        try:
+            staging.map_async("READ_NOSYNC", 0, places[-1]).sync_wait()
+        except BaseException:
+            # an interrupt leaves it mapped, and a copy into a mapped buffer ends the process
+            self._staging = None
+            raise
         try:
             mapped = np.frombuffer(staging.read_mapped(0, places[-1], copy=False), np.uint8)
             for (_, flat), place in zip(pieces, places, strict=False):

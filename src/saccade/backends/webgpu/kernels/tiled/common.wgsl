@@ -273,10 +273,12 @@ fn has_weight(p: f32) -> bool { return (bitcast<u32>(p) & 0x7fffffffu) != 0u; }
 fn exp2_nan(x: vec4<f32>) -> vec4<f32> { return select(exp2(x), x, is_nan4(x)); }
 {% endif %}
 {% if fine %}
-// 2^x for x <= 0 to half a unit in the last place; the built-in may lose two, which shows in gradients of few terms
+// 2^x to half a unit in the last place; the built-in may lose two, which shows in gradients of few terms. A weight is at
+// most 1; a rounded lse may exceed that, and rows beyond the last one, or whose lse is lost, may not overflow
 fn exp2_fine(x: vec4<f32>) -> vec4<f32> {
-  let n = round(max(x, vec4<f32>(-126.0)));
-  let f = max(x, vec4<f32>(-126.0)) - n;
+  let near = clamp(x, vec4<f32>(-126.0), vec4<f32>(1.0));
+  let n = round(near);
+  let f = near - n;
   var p = fma(f, vec4<f32>(0.00015345811916183706), vec4<f32>(0.0013399931218953942));
   p = fma(p, f, vec4<f32>(0.009618488957449392));
   p = fma(p, f, vec4<f32>(0.0555032877696621));

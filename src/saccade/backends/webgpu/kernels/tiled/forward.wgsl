@@ -102,13 +102,21 @@ fn forward(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_in
     total = log_add(total, old);
 {% endif %}
 {% if sinks %}
-    total = log_add(total, bitcast<f32>(side[dims.o_sinks + i_h]));
+    let sink = bitcast<f32>(side[dims.o_sinks + i_h]);
+    total = log_add(total, sink);
 {% endif %}
 {% if merge %}
-    before[row] = select(exp(old - total), 0.0, old < MASKED);
+    // the lse of large scores has lost the logarithm of its sum; the shares of a row add up to 1 all the same
+    let earlier = select(exp(old - total), 0.0, old < MASKED);
+    var all = select(exp(mine - total), 0.0, none) + earlier;
+{% if sinks %}
+    all += select(exp(sink - total), 0.0, sink < MASKED);
+{% endif %}
+    all = select(all, 1.0, all == 0.0);
+    before[row] = earlier / all;
 {% endif %}
     // stored as a divisor, because a rounded inverse would scale a whole row
-    factor[row] = select(sum_l{{ " / exp(mine - total)" if merge or sinks }}, 0.0, none);
+    factor[row] = select(sum_l{{ " / exp(mine - total)" if merge or sinks }}{{ " * all" if merge }}, 0.0, none);
     out_lse[at] = total;
   }
   workgroupBarrier();
