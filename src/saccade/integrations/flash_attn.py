@@ -4,7 +4,8 @@ The module also has `bert_padding`, and the private functions on which implement
 
 Differences from flash-attn: lse of a row without keys is -inf (in flash-attn +inf or -inf, depending on the kernel);
 pages may have any size; dropout follows Saccade's Philox pattern, and may be combined with `softcap`; S_dmask is not
-padded to tiles of 128, and contains the exact weights (in flash-attn each row is off by a factor).
+padded to tiles of 128, and contains the exact weights (in flash-attn each row is off by a factor). With alibi_slopes
+and `causal` without a left window, flash-attn's lse is larger by slope · (row + Tk - Tq); o and gradients are the same.
 """
 
 from __future__ import annotations

@@ -80,6 +80,8 @@ PROVIDERS = {
     "saccade, striped": Provider("Saccade, striped ring", SACCADE, "s", False),
     "saccade, contiguous": Provider("Saccade, contiguous ring", SACCADE, "v", False),
     "saccade, heads for positions": Provider("Saccade, heads for positions", SACCADE, "D", False),
+    "saccade, heads for positions, gates": Provider("Saccade, forget gates over heads", SACCADE, "<", False),
+    "saccade, heads for positions, relative": Provider("Saccade, bias by distance over heads", SACCADE, "X", False),
     "saccade, gathered keys": Provider("Saccade, gathered keys", SACCADE, "P", False),
     "simulated, 8k tokens per GPU": Provider("8k tokens per GPU", SACCADE, "v", False),
     "simulated, 32k tokens per GPU": Provider("32k tokens per GPU", SACCADE, "o"),
