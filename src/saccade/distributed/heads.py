@@ -38,10 +38,10 @@ class Exchange(NamedTuple):
         parts = [[x[:, :, self.heads(x.shape[2], r)] for x in tensors] for r in range(self.peers.world)]
         mine = parts[self.peers.rank]
         likes = [[Like((x.shape[0], count(runs), *x.shape[2:]), x.dtype) for x in mine] for runs in self.into]
-        results: list[Tensor] = []
+        T, results = sum(map(count, self.into)), list[Tensor]()
         for pieces in self._exchange(what, parts, likes):
             x = pieces[0]
-            whole = x.new_empty((x.shape[0], sum(count(runs) for runs in self.into), *x.shape[2:]))
+            whole = x.new_empty((x.shape[0], T, *x.shape[2:]))
             for piece, runs in zip(pieces, self.into, strict=True):
                 put(whole, piece, runs, 1)
             results.append(whole)
