@@ -40,8 +40,8 @@ void run_forward(Call& c, const std::vector<const Part*>& parts, int threads) {
   const std::optional<Workspace> own_lse = lse_nobody_wants(c);
   c.threads = threads = worth(c, threads, FORWARD_HEAD);
   // what a part passes on to the next: the maximum of each row's scores and the sum of its weights
-  const Workspace sums(parts.size() > 1 ? c.B * c.Tq * c.Hq * 16 : 0);
-  c.rows = parts.size() > 1 ? static_cast<double*>(sums.get()) : nullptr;
+  std::optional<Workspace> sums;
+  c.rows = parts.size() > 1 ? static_cast<double*>(sums.emplace(c.B * c.Tq * c.Hq * 16).get()) : nullptr;
   for (size_t n = 0; n < parts.size(); ++n) {
     c.part = parts[n];
     c.merge = n > 0;
