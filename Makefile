@@ -138,7 +138,7 @@ GPUS ?= 4
 RANKS = env PYTHONPATH=src $(PYTHON) -m torch.distributed.run --standalone --nproc_per_node $(GPUS)
 # four at a time, because compiling takes most of the time, and because ranks that wait for one another show races
 test-gpus: ## tests of ranks over NCCL, on GPUS=4 GPUs of one machine
-	$(call LOGGED,$(PYTHON),seq 4 | xargs -P 4 -I N $(RANKS) tests/distributed/on_gpus.py --part N/4 && \
+	$(call LOGGED,$(PYTHON),seq 4 | xargs -P 4 -I {} $(RANKS) tests/distributed/on_gpus.py --part {}/4 && \
 	  $(RANKS) tests/distributed/on_gpus.py --stop dies && $(RANKS) tests/distributed/on_gpus.py --stop hangs)
 
 # small shapes under NVIDIA's own sanitizer; racecheck takes the warp barriers of the Hopper kernels for none (docs/logs/README.md)

@@ -210,6 +210,7 @@ def test_rows_have_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every file of rows is drawn, except those of single figures."""
     drawn = script("measured", monkeypatch)["FILES"]
     single = {"cpu-memory", "cpu-overhead", "cpu-plan", "zen4-overhead", "nvidia-h200x2-speeds"}
+    single |= {"nvidia-h200x2-training"}
     # the same cases of other commits or forms, and a few cases of Saccade and one other library
     single |= {"nvidia-h200-redesign", "nvidia-h200-scores", "nvidia-h200-forms", "nvidia-h200-backward"}
     single |= {"nvidia-h200-eight-bits", "nvidia-h200"}

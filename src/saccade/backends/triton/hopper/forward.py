@@ -3,9 +3,10 @@
 A piece of work is a tile of BM = 64 · NC query rows of one head. A persistent grid draws pieces from a counter, longest
 first. A producer warp walks the tile's segments of keys and copies Q once and K and V tile by tile into rings of shared
 memory (TMA; mbarriers full and empty). If there is room, Q has a ring too, so that the next piece can start at once.
-Every consumer warpgroup owns 64 rows. It issues S = Q Kᵀ of key tile j before O += P V of key tile j - 1, and computes
-the softmax of j while the tensor cores still add j - 1. P stays in registers: it is the first operand of the second
-product.
+Every consumer warpgroup owns 64 rows. With a mask of one band, it computes only the key tiles that some of its rows
+see, and tests only those that others of its rows do not see. It issues S = Q Kᵀ of key tile j before O += P V of key
+tile j - 1, and computes the softmax of j while the tensor cores still add j - 1. P stays in registers: it is the first
+operand of the second product.
 
 8-bit floats (e4m3) have factors for q k and for v. Their products sum only over operands that are contiguous along the
 sum, so `staging.transpose` transposes V first and puts its keys in the order in which registers hold P.
@@ -31,8 +32,8 @@ from ....problem import Problem
 from ..chip import multiprocessors
 from ..launch import AttentionLaunch, array
 from .gluon_names import async_load, barrier
-from .masking import KeyTile, Mask, RowBlock, seen_by
-from .pipeline import Ring, pass_turn, read_number, release, take_turn, wait_empty, wait_full, write_number
+from .masking import KeyTile, Mask, RowBlock, seen_by, visits_of
+from .pipeline import Ring, pass_turn, read_number, release, skip, take_turn, wait_empty, wait_full, write_number
 from .products import add_values, by_row, operand, product_layout, rescaled, scores_of
 from .schedule import ForwardSchedule
 from .softmax import Output, Scores, after_softmax, by_thread, finish, softmax
@@ -48,8 +49,8 @@ class ForwardPipeline(NamedTuple):
 
     q: a ring of row tiles, NC arrays [1, 1, 64, D] per stage. k, v: rings of key tiles [1, 1, BN, D | Dv]; v is
     transposed for 8-bit floats. A tile of q or k is `Tiles.pieces` arrays, one after the other. work: int32, 8 numbers
-    per stage of q: batch entry or -1 at the end, head, row tile, first and end of its segments, and (begin, end, kind)
-    of the first.
+    per stage of q: batch entry or -1 at the end, head, row tile, and either the keys [begin, end) that it sees, or the first
+    and the end of its segments and (begin, end, kind) of the first.
     """
 
     q: Any
@@ -103,7 +104,7 @@ def _copy_tile(desc, b, h, row, ring, step, TRANSPOSED: gl.constexpr):
 
 
 @gluon.jit
-def _load(inputs, scheduler, pipeline, TILES: gl.constexpr):
+def _load(inputs, scheduler, pipeline, TILES: gl.constexpr, RANGE: gl.constexpr):
     """One warp: draws pieces of work, announces them to the consumers, and copies their tiles of q, k and v."""
     q, k, v = inputs
     ring, work = pipeline.q, pipeline.work
@@ -126,11 +127,16 @@ def _load(inputs, scheduler, pipeline, TILES: gl.constexpr):
         write_number(work.index(at), b)
         write_number(work.index(at + 1), h)
         write_number(work.index(at + 2), tile)
-        write_number(work.index(at + 3), first)
-        write_number(work.index(at + 4), last)
-        for c in gl.static_range(3):
-            number = gl.load(scheduler.lists.seg + 3 * first + c, mask=first < last, other=0)
-            write_number(work.index(at + 5 + c), number)
+        segment = scheduler.lists.seg + 3 * first
+        if RANGE:
+            write_number(work.index(at + 3), gl.load(segment, mask=first < last, other=0))
+            # the segments follow one another without a gap
+            write_number(work.index(at + 4), gl.load(scheduler.lists.seg + 3 * last - 2, mask=first < last, other=0))
+        else:
+            write_number(work.index(at + 3), first)
+            write_number(work.index(at + 4), last)
+            for c in gl.static_range(3):
+                write_number(work.index(at + 5 + c), gl.load(segment + c, mask=first < last, other=0))
         barrier()
         full = ring.full.index(stage)
         mbarrier.expect(full, NC * TILES.pieces * q.block_type.nbytes)
@@ -215,9 +221,10 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, TIL
     R: gl.constexpr = gl.SliceLayout(1, S)
     # with three warpgroups the registers cannot hold p in fp32 next to the following scores, so p is rounded early
     EARLY: gl.constexpr = NC == 3
+    TURNS: gl.constexpr = _take_turns(dtype, NC)
     step = 0
     piece = 0
-    if _take_turns(dtype, NC) and which == NC - 1:
+    if TURNS and which == NC - 1:
         pass_turn(0, step)
     mbarrier.wait(pipeline.q.full.index(0), 0)
     b = read_number(work.index(0), 4)
@@ -241,12 +248,19 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, TIL
         m = gl.full([64], float("-inf"), gl.float32, R)
         l = by_thread(gl.zeros([64, BN], gl.float32, S), False)
         if first < last:
-            # the first key tile has no earlier product to overlap with
-            j = read_number(work.index(at + 5), 4)
-            kind = read_number(work.index(at + 7), 4)
-            test = (kind != 2) | (read_number(work.index(at + 6), 4) - j < BN)
-            s = scores_of(pipeline.q, q, pipeline.k, wait_full(pipeline.k, step))
             block = RowBlock(b, h, first_row, mask_b, seen_by(first_row, mask_b, mask, R))
+            if mask.RANGE:
+                visits = visits_of(first, last, block.seen, BN)
+                j = visits.first
+                kind = 0
+                test = visits.test
+                step = skip(which, step, visits.before, pipeline, TURNS, NC)
+            else:
+                j = read_number(work.index(at + 5), 4)
+                kind = read_number(work.index(at + 7), 4)
+                test = (kind != 2) | (read_number(work.index(at + 6), 4) - j < BN)
+            # the first key tile has no earlier product to overlap with
+            s = scores_of(pipeline.q, q, pipeline.k, wait_full(pipeline.k, step))
             s = warpgroup_mma_wait(0, deps=[s])
             release(pipeline.k, step)
             p, m, l, alpha = softmax(s, m, l, KeyTile(j, kind, test), block, mask, own)
@@ -256,12 +270,21 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, TIL
             if TILES.every > 0:
                 wide = o, alpha
             sums = Accumulator(step + 1, o, m, l, p, wide)
+            if mask.RANGE:
+                first = 0
+                last = 2
             for i in range(first, last):
-                begin = gl.load(scheduler.lists.seg + 3 * i) + gl.where(i == first, BN, 0)
-                end = gl.load(scheduler.lists.seg + 3 * i + 1)
-                kind = gl.load(scheduler.lists.seg + 3 * i + 2)
-                # whole tiles of a FULL segment need no test
-                plain = gl.where(kind == 2, begin + gl.maximum(end - begin, 0) // BN * BN, begin)
+                if mask.RANGE:
+                    # tests, then no tests, then tests
+                    begin = gl.where(i == 0, visits.begin, visits.low)
+                    plain = gl.where(i == 0, visits.begin, visits.high)
+                    end = gl.where(i == 0, visits.low, visits.end)
+                else:
+                    begin = gl.load(scheduler.lists.seg + 3 * i) + gl.where(i == first, BN, 0)
+                    end = gl.load(scheduler.lists.seg + 3 * i + 1)
+                    kind = gl.load(scheduler.lists.seg + 3 * i + 2)
+                    # whole tiles of a FULL segment need no test
+                    plain = gl.where(kind == 2, begin + gl.maximum(end - begin, 0) // BN * BN, begin)
                 for j in range(begin, plain, BN):
                     sums = _fold(which, sums, KeyTile(j, kind, False), Rows(q, block, mask, own), pipeline, TILES)
                 for j in range(plain, end, BN):
@@ -275,6 +298,8 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, TIL
             if TILES.every > 0:
                 o += wide[0] * by_row(wide[1], o)
             release(pipeline.v, step - 1)
+            if mask.RANGE:
+                step = skip(which, step, visits.behind, pipeline, TURNS, NC)
         else:
             release(pipeline.q, piece)
         finish(o, m, l, RowBlock(b, h, first_row, mask_b, ()), own, output, TILES.stored)
@@ -317,7 +342,7 @@ def _partition(inputs, scheduler, mask, scores, output, TILES: gl.constexpr):
         gl.warp_specialize(
             [
                 (_compute, (0, pipeline, scheduler, mask, scores, output, TILES)),
-                (_load, (inputs, scheduler, pipeline, TILES)),
+                (_load, (inputs, scheduler, pipeline, TILES, mask.RANGE)),
             ],
             [1],
             [24],
@@ -327,7 +352,7 @@ def _partition(inputs, scheduler, mask, scores, output, TILES: gl.constexpr):
             [
                 (_compute, (0, pipeline, scheduler, mask, scores, output, TILES)),
                 (_compute, (1, pipeline, scheduler, mask, scores, output, TILES)),
-                (_load, (inputs, scheduler, pipeline, TILES)),
+                (_load, (inputs, scheduler, pipeline, TILES, mask.RANGE)),
             ],
             [4, 1],
             [240, 24],
@@ -338,7 +363,7 @@ def _partition(inputs, scheduler, mask, scores, output, TILES: gl.constexpr):
                 (_compute, (0, pipeline, scheduler, mask, scores, output, TILES)),
                 (_compute, (1, pipeline, scheduler, mask, scores, output, TILES)),
                 (_compute, (2, pipeline, scheduler, mask, scores, output, TILES)),
-                (_load, (inputs, scheduler, pipeline, TILES)),
+                (_load, (inputs, scheduler, pipeline, TILES, mask.RANGE)),
             ],
             [4, 4, 1],
             [160, 160, 32],
@@ -352,12 +377,12 @@ NUMBERS = ["bands_b", "rows_b", "n_work", "n_tiles", "long", "BH", "Hq", "G", "s
 @gluon.jit(do_not_specialize=NUMBERS)
 def _forward(
     q, k, v, out, lse, counter, lists, bands_b, rows_b, n_work, n_tiles, long, BH, Hq, G, section, Bm, Tq, Tk, scores,
-    TILES: gl.constexpr, NB: gl.constexpr,
+    TILES: gl.constexpr, NB: gl.constexpr, RANGE: gl.constexpr,
 ):  # fmt: skip
     scheduler = TileScheduler(counter, lists, n_work, n_tiles, long, BH, Hq, G, section, Bm)
     mask = (lists.bands, bands_b, lists.row_lo, lists.row_hi, rows_b, Tq, Tk)
-    # not built in a variable, because Triton would turn the constant NB into a runtime number
-    _partition((q, k, v), scheduler, Mask(*mask, NB), scores, Output(out, lse, Tq, Hq), TILES)
+    # not built in a variable, because Triton would turn the constants into runtime numbers
+    _partition((q, k, v), scheduler, Mask(*mask, NB, RANGE), scores, Output(out, lse, Tq, Hq), TILES)
 
 
 def forward(
@@ -370,7 +395,7 @@ def forward(
     computed together) override the choice by head size and device.
     """
     p, (q, k, v) = call.problem, (x.p for x in call.qkv)
-    tiles, lists, n_tiles, Bm, long, _ = schedule
+    tiles, lists, n_tiles, Bm, long, blocks = schedule
     if q.itemsize == 1 and p.D not in TILES_8:
         q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
     heads, n_work = p.B * p.Hq, n_tiles * p.B * p.Hq
@@ -383,7 +408,9 @@ def forward(
     section = section or section_of(p.Tk, p.D, p.G, heads)
     numbers = bands_b, rows_b, n_work, n_tiles, long, heads, p.Hq, p.G, section, Bm, p.Tq, p.Tk
     tiles = tiles._replace(stored=0 if padded(p.Dv) == p.Dv else p.Dv)
-    constants = {"TILES": tiles, "NB": lists.bands.shape[1], "num_warps": 4, "maxnreg": 128 if tiles.NC == 1 else None}
+    NB = lists.bands.shape[1]
+    constants = {"TILES": tiles, "NB": NB, "RANGE": NB == 1 and not blocks}
+    constants |= {"num_warps": 4, "maxnreg": 128 if tiles.NC == 1 else None}
     call.run(_forward, (grid,), *copied, array(o), lse, counter, lists, *numbers, _scores_of(call), **constants)
 
 

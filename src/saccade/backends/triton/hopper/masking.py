@@ -16,7 +16,8 @@ class Mask(NamedTuple):
     """The element test of the forward.
 
     bands: int32 [1 | B, NB, 8], with NB from 1 to 4. row_lo, row_hi: int32 [1 | B, Tq], the keys that each row is
-    restricted to, or None. bands_b, rows_b: 1 if batch entries differ, else 0. Tq, Tk: rows and keys of a head.
+    restricted to, or None. bands_b, rows_b: 1 if batch entries differ, else 0. Tq, Tk: rows and keys of a head. RANGE:
+    whether the keys that neighbouring rows see are one range, whose ends never decrease.
     """
 
     bands: Any
@@ -27,6 +28,7 @@ class Mask(NamedTuple):
     Tq: Any
     Tk: Any
     NB: Any
+    RANGE: Any
 
 
 class MaskOfKeys(NamedTuple):
@@ -53,15 +55,34 @@ class RowBlock(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What 64 rows see by a mask of one band: the keys [low, high) all see, and with documents the keys [lo, hi) [64].
+    """What 64 rows see by a mask of one band: together the keys [begin, end), all of them the keys [low, high).
 
-    Zeros for several bands.
+    lo, hi [64]: with documents, the keys of each row. Zeros for several bands.
     """
 
+    begin: Any
+    end: Any
     low: Any
     high: Any
     lo: Any
     hi: Any
+
+
+class Visits(NamedTuple):
+    """The key tiles that 64 rows visit of those of a row tile.
+
+    before, behind: how many tiles come before and behind what the rows see. first: key of the first visited tile, and
+    test: whether it is tested. begin, end: the keys of the other visited tiles, of which [low, high) need no test.
+    """
+
+    before: Any
+    behind: Any
+    first: Any
+    test: Any
+    begin: Any
+    low: Any
+    high: Any
+    end: Any
 
 
 class KeyTile(NamedTuple):
@@ -81,7 +102,7 @@ def _only_band(bands_of):
 
 @gluon.jit
 def _interval(rows, n, mask_b, mask):
-    # the keys [lo, hi) that band n lets each row of rows [64, 1] see
+    # the keys [lo, hi) that band n lets each row see
     band = mask.bands + (mask.bands_b * mask_b * mask.NB + n) * 8
     lo = gl.maximum(rows - gl.load(band + 1), gl.load(band + 2))
     hi = gl.minimum(rows - gl.load(band) + 1, gl.minimum(gl.load(band + 3), mask.Tk))
@@ -106,21 +127,36 @@ def _ends_inside(block, j, n, mask, BN: gl.constexpr):
 
 @gluon.jit
 def seen_by(first, mask_b, mask, layout: gl.constexpr):
-    """What the 64 rows from `first` on see. layout: of the intervals."""
+    """What the 64 rows from `first` on see. layout: of the intervals, whose ends never decrease."""
+    begin = 0
+    end = 0
     low = 0
     high = 0
     lo = 0
     hi = 0
     if mask.NB == 1:
-        # every warp has all 64 rows
-        rows = first + gl.arange(0, 64, gl.BlockedLayout([2], [32], [4], [0]))
-        begin, end = _interval(rows, 0, mask_b, mask)
+        # those of the first and the last row are the extremes
+        begin, high = _interval(gl.minimum(first, mask.Tq - 1), 0, mask_b, mask)
+        low, end = _interval(gl.minimum(first + 63, mask.Tq - 1), 0, mask_b, mask)
         if mask.row_lo is not None:
             lo, hi = _interval(first + gl.arange(0, 64, layout), 0, mask_b, mask)
-        real = rows < mask.Tq
-        low = gl.max(gl.where(real, begin, 0), 0)
-        high = gl.min(gl.where(real, end, mask.Tk), 0)
-    return Seen(low, high, lo, hi)
+    return Seen(begin, end, low, high, lo, hi)
+
+
+@gluon.jit
+def visits_of(begin, end, seen, BN: gl.constexpr):
+    """The visits of 64 rows to tiles of BN of the keys [begin, end); at least one, also of rows beyond the last."""
+    n = gl.cdiv(end - begin, BN)
+    before = gl.minimum(gl.maximum(seen.begin - begin, 0) // BN, n - 1)
+    behind = n - gl.maximum(gl.cdiv(seen.end - begin, BN), before + 1)
+    first = begin + before * BN
+    stop = begin + (n - behind) * BN
+    low = gl.minimum(begin + gl.cdiv(gl.maximum(seen.low - begin, 0), BN) * BN, stop)
+    high = gl.maximum(begin + gl.maximum(seen.high - begin, 0) // BN * BN, low)
+    high = gl.minimum(high, stop)
+    test = (first < low) | (first >= high)
+    second = first + BN
+    return Visits(before, behind, first, test, second, gl.maximum(low, second), gl.maximum(high, second), stop)
 
 
 @gluon.jit

@@ -76,3 +76,18 @@ def pass_turn(which: gl.constexpr, step):
     """Let warpgroup `which` issue its products. Every turn is passed and taken once per key tile, so none is lost."""
     asm: gl.constexpr = _turn_asm("arrive", which)
     gl.inline_asm_elementwise(asm, "=r,r", [step], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def skip(which: gl.constexpr, step, n, pipeline, TURNS: gl.constexpr, NC: gl.constexpr):
+    """The step behind n key tiles that no row of warpgroup `which` sees; it releases them, and passes its turns."""
+    for _ in range(n):
+        if TURNS:
+            take_turn(which, step)
+            pass_turn((which + 1) % NC, step)
+        wait_full(pipeline.k, step)
+        release(pipeline.k, step)
+        wait_full(pipeline.v, step)
+        release(pipeline.v, step)
+        step += 1
+    return step
