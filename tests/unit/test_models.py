@@ -18,6 +18,8 @@ from saccade.models.deepseek_config import DeepSeekConfig  # noqa: E402
 from saccade.models.files import write_atomic  # noqa: E402
 from saccade.models.gpt2 import Gpt2, Gpt2Config  # noqa: E402
 from saccade.models.llama import Llama, LlamaConfig  # noqa: E402
+from saccade.models.loading import load_model  # noqa: E402
+from saccade.models.sampling import prefill  # noqa: E402
 from saccade.models.settings import Settings  # noqa: E402
 from saccade.models.training import make_optimizer  # noqa: E402
 from saccade.models.weights import save_weights  # noqa: E402
@@ -187,6 +189,12 @@ def test_cache_gives_the_logits_of_the_whole(chunk: int) -> None:
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("chunk", [0, -1])
+def test_prefill_takes_at_least_a_token_at_a_time(chunk) -> None:
+    with pytest.raises(ValueError, match=f"chunk is {chunk}; expected at least 1 token"):
+        prefill(small(), [[1, 2]], 20, chunk=chunk)
+
+
 def test_packed_documents_do_not_see_each_other() -> None:
     model, tokens = small(), some_tokens(1, 30)
     ids, positions = torch.tensor([[0] * 11 + [1] * 19]), torch.cat([torch.arange(11), torch.arange(19)])
@@ -241,6 +249,16 @@ def test_weights_load(tmp_path) -> None:
     write_atomic(tmp_path / "config.json", json.dumps(model.config.to_dict()).encode())
     assert torch.equal(Llama.load(tmp_path)(tokens), model(tokens))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_float16_weights_are_not_infinite(tmp_path) -> None:
+    model = small()
+    model.model.layers[0].mlp.up_proj.weight.data[0, 0] = 70000.0
+    save_weights(tmp_path / "model.safetensors", model)
+    write_atomic(tmp_path / "config.json", json.dumps(model.config.to_dict()).encode())
+    with pytest.raises(ValueError, match=r"up_proj.weight has numbers above 65504.*; load the model as bfloat16"):
+        load_model(tmp_path, torch.float16)
+    assert all(x.isfinite().all() for x in load_model(tmp_path, torch.bfloat16).parameters())
 
 
 def test_settings() -> None:

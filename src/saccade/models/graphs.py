@@ -99,7 +99,8 @@ class Draws:
         drawing = sampler.temperature > 0
         self.chances = torch.zeros(steps, rows, dtype=torch.float64, device=device) if drawing else None
         # places without a sequence read it, too, so it is a token of the vocabulary
-        self.first_end = max(0, model.config.ends[0])
+        end = model.config.ends[0]
+        self.first_end = end if 0 <= end < model.config.vocab_size else 0
         self.ends = torch.tensor(model.config.ends, device=device)
         self.token = torch.zeros(rows, dtype=torch.int64, device=device)
         self.tokens = torch.zeros(steps, rows, dtype=torch.int64, device=device)

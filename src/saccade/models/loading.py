@@ -35,8 +35,8 @@ def load_model(
 ) -> Llama | Gpt2 | Hybrid:
     """The model of a folder with config.json and safetensors, in `dtype` on a device.
 
-    Raises FileNotFoundError without those files, and ValueError for an unsupported architecture, config or tensor, or
-    for pickled weights.
+    Raises FileNotFoundError without those files, and ValueError for an unsupported architecture, config or tensor, for
+    pickled weights, and for numbers that float16 does not hold.
     """
     kind = read_config(Path(directory)).get("model_type", "llama")
     if kind not in KINDS:
@@ -48,6 +48,13 @@ def load_model(
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, x in whole.items():
         state[name].data = x
+    if dtype == torch.float16:
+        for name, x in model.named_parameters():
+            if not x.isfinite().all():
+                raise ValueError(
+                    f"{name} has numbers above {torch.finfo(dtype).max:.0f}, the largest of float16; load the model as "
+                    "bfloat16 or float32"
+                )
     model = model.to(device)
     if dtype == torch.float32 and model.device.type == "cpu":
         for module in model.modules():

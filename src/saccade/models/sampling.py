@@ -39,8 +39,9 @@ def prefill(
     into: empty caches, by default new ones.
     Returns the logits [B, vocab] after each prompt's last token, and the caches of `capacity` tokens: one per layer,
     or one `StackCache`.
-    Raises ValueError for an empty prompt or one beyond the capacity.
+    Raises ValueError for an empty prompt or one beyond the capacity, and for a chunk below 1.
     """
+    _check_chunk(chunk)
     counts = [len(prompt) for prompt in prompts]
     longest = max(counts, default=0)
     together = AT_ONCE_ON_GPU if model.device.type == "cuda" else AT_ONCE
@@ -152,6 +153,11 @@ def generate(
         logits = model(drawn[:, None], caches=caches, backend=backend)[:, -1]
 
 
+def _check_chunk(chunk: int | None) -> None:
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk is {chunk}; expected at least 1 token, or None")
+
+
 def check_lengths(
     model: Decoder, prompts: Sequence[Sequence[int]], tokens: int, first: np.ndarray | None, chunk: int | None
 ) -> None:
@@ -160,8 +166,9 @@ def check_lengths(
     tokens: the number of new tokens per prompt; chunk: the number of tokens read at a time, or None.
     """
     limit, vocabulary = model.config.max_position_embeddings, model.config.vocab_size
-    if tokens < 0 or (chunk is not None and chunk < 1):
-        raise ValueError(f"tokens is {tokens} and chunk {chunk}; expected at least 0 tokens in chunks of at least 1")
+    if tokens < 0:
+        raise ValueError(f"tokens is {tokens}; expected at least 0")
+    _check_chunk(chunk)
     for n, prompt in enumerate(prompts):
         if not len(prompt):
             raise ValueError(f"prompt {n} is empty; expected at least one token")

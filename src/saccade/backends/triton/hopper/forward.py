@@ -49,8 +49,8 @@ class ForwardPipeline(NamedTuple):
 
     q: a ring of row tiles, NC arrays [1, 1, 64, D] per stage. k, v: rings of key tiles [1, 1, BN, D | Dv]; v is
     transposed for 8-bit floats. A tile of q or k is `Tiles.pieces` arrays, one after the other. work: int32, 8 numbers
-    per stage of q: batch entry or -1 at the end, head, row tile, and either the keys [begin, end) that it sees, or the first
-    and the end of its segments and (begin, end, kind) of the first.
+    per stage of q: batch entry or -1 at the end, head, row tile, and either the keys [begin, end) that it sees, or the
+    first and the end of its segments and (begin, end, kind) of the first.
     """
 
     q: Any
