@@ -262,8 +262,11 @@ def _refine(weighed, attention):
             if attention.arrays.dentropy is not None:
                 # the sink's part of Σ P dP
                 sum_dp -= tl.where(sink == 0.0, 0.0, sink * dentropy * log_sink)
-        own = tl.abs(whole - 1.0) <= 9.5367431640625e-07 * tl.maximum(tl.abs(b_lse), 1.0)
-        total = tl.where(own, 1.0 / whole, 1.0)
+        # by how much lse is too small: all of the logarithm of the sum if a score is as low as -1e9
+        apart = tl.abs(whole - 1.0)
+        apart = tl.where(apart < 0.001, apart, tl.abs(tl.log(tl.maximum(whole, 1e-38))))
+        own = (whole > 0.0) & (apart <= 9.5367431640625e-07 * tl.maximum(tl.abs(b_lse), 1.0))
+        total = 1.0 / tl.where(own, whole, 1.0)
         x = sum_dp * total
         if attention.arrays.dlse is not None:
             x = x - tl.load(attention.arrays.dlse + at, mask=ok, other=0.0)
