@@ -245,9 +245,10 @@ def flash_attn_with_kvcache(
     rotary: Any = {"cos": rotary_cos, "sin": rotary_sin, "first": rotary_seqlens, "interleaved": rotary_interleaved}
     packed: Any = {"cu_q": cu_seqlens_q, "cu_new": cu_seqlens_k_new, "qv": qv}
     descale: Any = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    more: Any = {"table": page_table, "table_name": "page_table", "descale": descale}
     mask = chunked_mask_of(causal, window_size, attention_chunk)
-    call = CacheArguments(q, k_cache, v_cache, k, v, mask, softmax_scale, softcap, **where, **rotary, **packed)
-    o, lse = attend_cache(call._replace(table=page_table, table_name="page_table", descale=descale))
+    call = CacheArguments(q, k_cache, v_cache, k, v, mask, softmax_scale, softcap, **where, **rotary, **packed, **more)
+    o, lse = attend_cache(call)
     return (o, lse, torch.tensor([]), torch.tensor([])) if return_softmax_lse else o
 
 

@@ -71,6 +71,7 @@ def flash_attn_with_kvcache(
     bias = bias_of(slopes, len(q), q.shape[2]) if q.dim() == 4 else None
     where: Any = {"cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
     rotary: Any = {"cos": rotary_cos, "sin": rotary_sin, "first": None, "interleaved": rotary_interleaved}
-    call = CacheArguments(q, k_cache, v_cache, k, v, mask, softmax_scale, softcap, **where, **rotary)
-    o, lse = attend_cache(call._replace(table=block_table, bias=bias, alibi_slopes=slopes))
+    more: Any = {"table": block_table, "bias": bias, "alibi_slopes": slopes}
+    call = CacheArguments(q, k_cache, v_cache, k, v, mask, softmax_scale, softcap, **where, **rotary, **more)
+    o, lse = attend_cache(call)
     return (o, lse) if return_softmax_lse else o

@@ -20,7 +20,8 @@ class CacheArguments(NamedTuple):
 
     cos, sin, interleaved: rotary tables and the layout of pairs. first: int [B], the positions of the first new tokens;
     None for the lengths. table, table_name: the block table and the caller's name for it. cu_q, cu_new: int [B + 1],
-    bounds of packed q, and of packed k and v. qv: as in `flash_packed.Scores`.
+    bounds of packed q, and of packed k and v. qv: as in `flash_packed.Scores`. It is made with all arguments at once,
+    because Dynamo of torch 2.11 cannot break a graph where `_replace` made it.
     """
 
     q: Tensor

@@ -68,10 +68,11 @@ def forward(
             raise Unsupported("flash_attn", [reason])
         where: Any = {"cache_seqlens": seqused_k, "cache_batch_idx": kv_batch_idx, "cache_leftpad": leftpad_k}
         rotary: Any = {"cos": rotary_cos, "sin": rotary_sin, "first": seqlens_rotary, "interleaved": rotary_interleaved}
-        packed: Any = {"cu_q": cu_seqlens_q, "cu_new": cu_seqlens_k_new, "qv": qv, "table": page_table}
-        call = CacheArguments(q, k, v, k_new, v_new, mask, softmax_scale, softcap, **where, **rotary, **packed)
+        packed: Any = {"cu_q": cu_seqlens_q, "cu_new": cu_seqlens_k_new, "qv": qv}
         factors = dict(zip(("q_descale", "k_descale", "v_descale"), descale, strict=True))
-        o, lse = attend_cache(call._replace(table_name="page_table", descale=factors))
+        more: Any = {"table": page_table, "table_name": "page_table", "descale": factors}
+        call = CacheArguments(q, k, v, k_new, v_new, mask, softmax_scale, softcap, **where, **rotary, **packed, **more)
+        o, lse = attend_cache(call)
     if out_ is not None:
         o = written(out_, o, "out_")
     return o, lse.contiguous(), torch.tensor([]), torch.tensor([])
