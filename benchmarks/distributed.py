@@ -2,9 +2,10 @@
 
     torchrun --nproc_per_node 4 benchmarks/distributed.py rows.csv [--tokens 8192 32768] [--only WORD]
 
-The calls are causal, in bf16, with 16 heads of 128. A rank computes its share of the allowed pairs, 14 D FLOPs per pair
-(4 forward, 10 backward). Times are those of the slowest rank. The ceiling, in TFLOP/s per GPU, is the rate of one GPU
-with as many tokens, measured in the same run on all GPUs at once.
+The calls are causal, in bf16, with 16 heads of 128. "latent" has the head sizes of latent attention in training, 192 of
+keys and 128 of values; "selected keys" has 16 blocks of 64 keys in every row. A rank computes its share of the allowed
+pairs, 14 D FLOPs per pair (4 forward, 10 backward), or 8 D + 6 Dv. Times are those of the slowest rank. The ceiling, in
+TFLOP/s per GPU, is the rate of one GPU with as many tokens, measured in the same run on all GPUs at once.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from saccade.distributed import attention, ring_attention
 from saccade.testing.ranks import start
 
 Call = Callable[[], Any]
+# head sizes of keys and values of latent attention
+LATENT = 192, 128
+# keys of a block, and blocks of a list of selected keys
+BLOCK, CHOSEN = 64, 16
 
 
 class Bench:
@@ -36,6 +41,9 @@ class Bench:
         self.args, self.n, self.device = args, tokens, device
         self.world, self.dtype = dist.get_world_size(), getattr(torch, args.dtype)
         self.alone: dict[str, float] = {}
+        # head sizes of keys and values, and pairs of all ranks of a head, of the provider that is measured
+        self.sizes = args.head_dim, args.head_dim
+        self.whole = tokens * self.world * (tokens * self.world + 1) / 2
         # a context that stays open while its provider is measured
         self.opened: Any = None
         env = gpu_environment(args.commit) if device.type == "cuda" else environment(args.commit)
@@ -44,8 +52,8 @@ class Bench:
 
     def tensors(self, T: int) -> list[torch.Tensor]:
         torch.manual_seed(T + dist.get_rank())
-        H, Hk, D = self.args.heads, self.args.key_heads, self.args.head_dim
-        shapes = ((1, T, H, D), (1, T, Hk, D), (1, T, Hk, D), (1, T, H, D))
+        H, Hk, (D, Dv) = self.args.heads, self.args.key_heads, self.sizes
+        shapes = ((1, T, H, D), (1, T, Hk, D), (1, T, Hk, Dv), (1, T, H, Dv))
         return [torch.randn(shape, device=self.device, dtype=self.dtype) for shape in shapes]
 
     def passes(self, attend: Callable[..., Any], x: list[torch.Tensor]) -> dict[str, Call]:
@@ -60,8 +68,7 @@ class Bench:
 
     def pairs(self, alone: bool) -> float:
         """Pairs of query and key that a rank computes, over its heads."""
-        T = self.n if alone else self.n * self.world
-        return T * (T + 1) / 2 * self.args.heads / (1 if alone else self.world)
+        return self.args.heads * (self.n * (self.n + 1) / 2 if alone else self.whole / self.world)
 
     def row(self, provider: str, kind: str, call: Call, alone: bool = False) -> Row:
         """Times of the slowest rank; the note has the MB that a rank sends and the largest peak of memory in MB."""
@@ -75,7 +82,8 @@ class Bench:
         sent = (peers.bytes - before) / (self.args.warm + self.args.repeats) / 2**20
         peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**20 if cuda else 0.0, device=self.device)
         dist.all_reduce(peak, dist.ReduceOp.MAX)
-        flops = {"forward": 4, "both": 14}[kind] * self.args.head_dim * self.pairs(alone)
+        D, Dv = self.sizes
+        flops = {"forward": 2 * D + 2 * Dv, "both": 8 * D + 6 * Dv}[kind] * self.pairs(alone)
         rate = flops / time.median / 1e12
         if alone and provider == "saccade, one GPU":
             self.alone[kind] = rate
@@ -107,6 +115,14 @@ def providers(bench: Bench) -> dict[str, Callable[[], dict[str, Call]]]:
             return other("ulysses", saccade.gates(torch.full((1, n, H), -0.01, **kind)))
         return other("ulysses", saccade.relative(torch.zeros(H, 129, **kind), 128))
 
+    def latent(strategy: str) -> dict[str, Call]:
+        bench.sizes = LATENT
+        return other(strategy) if strategy == "ulysses" else ring(strategy)
+
+    def selected() -> dict[str, Call]:
+        mask, bench.whole = chosen_keys(n * bench.world, bench.args.key_heads, bench.device)
+        return bench.passes(lambda q, k, v: attention(q, k, v, mask, strategy="ulysses"), bench.tensors(n))
+
     return {
         "saccade, one GPU": lambda: bench.passes(lambda q, k, v: saccade.attention(q, k, v, causal), bench.tensors(n)),
         "saccade, zigzag": lambda: ring("zigzag"),
@@ -116,12 +132,23 @@ def providers(bench: Bench) -> dict[str, Callable[[], dict[str, Call]]]:
         "saccade, heads for positions": lambda: other("ulysses"),
         "saccade, heads for positions, gates": lambda: with_bias("gates"),
         "saccade, heads for positions, relative": lambda: with_bias("relative"),
+        "saccade, heads for positions, selected keys": selected,
+        "saccade, zigzag, latent": lambda: latent("zigzag"),
+        "saccade, heads for positions, latent": lambda: latent("ulysses"),
         "saccade, gathered keys": lambda: other("gather"),
         "torch, one GPU, cudnn": lambda: sdpa(bench, SDPBackend.CUDNN_ATTENTION),
         "torch, one GPU, flash": lambda: sdpa(bench, SDPBackend.FLASH_ATTENTION),
         "torch context_parallel, cudnn": lambda: context_parallel(bench, SDPBackend.CUDNN_ATTENTION),
         "torch context_parallel, flash": lambda: context_parallel(bench, SDPBackend.FLASH_ATTENTION),
     }
+
+
+def chosen_keys(T: int, heads: int, device: torch.device) -> tuple[saccade.mask.Mask, float]:
+    """A mask of CHOSEN blocks of every row, from the first to its own, or all earlier ones; and its number of pairs."""
+    own = torch.arange(T, device=device) // BLOCK
+    lists = own[:, None] * torch.arange(CHOSEN, device=device) // (CHOSEN - 1)
+    pairs = (own.clamp(max=CHOSEN - 1) * BLOCK + torch.arange(T, device=device) % BLOCK + 1).sum()
+    return saccade.mask.causal() & saccade.mask.select(lists.int().expand(1, heads, T, CHOSEN), BLOCK), float(pairs)
 
 
 def sdpa(bench: Bench, backend: SDPBackend) -> dict[str, Call]:
@@ -176,11 +203,12 @@ def main() -> None:
 def every(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     """The rows of one GPU, and of the providers that --only and --part select."""
     for tokens in args.tokens:
-        bench = Bench(args, tokens, device)
-        known = providers(bench)
-        first, *others = known
+        alone: dict[str, float] = {}
+        first, *others = providers(Bench(args, tokens, device))
         for name in (first, *chosen((name for name in others if args.only in name), args.part)):
-            yield from rows_of(bench, name, known[name])
+            bench = Bench(args, tokens, device)
+            bench.alone = alone
+            yield from rows_of(bench, name, providers(bench)[name])
 
 
 def rows_of(bench: Bench, name: str, make: Callable[[], dict[str, Call]]) -> list[Row]:
