@@ -41,14 +41,18 @@ class Bench:
         self.args, self.n, self.device = args, tokens, device
         self.world, self.dtype = dist.get_world_size(), getattr(torch, args.dtype)
         self.alone: dict[str, float] = {}
-        # head sizes of keys and values, and pairs of all ranks of a head, of the provider that is measured
-        self.sizes = args.head_dim, args.head_dim
-        self.whole = tokens * self.world * (tokens * self.world + 1) / 2
+        self.reset()
         # a context that stays open while its provider is measured
         self.opened: Any = None
         env = gpu_environment(args.commit) if device.type == "cuda" else environment(args.commit)
         shape = f"1x{tokens}x{tokens}x{args.heads}x{args.key_heads}x{args.head_dim}"
         self.base = Row(*env, f"ring-{self.world}x{tokens}", "", "forward", args.dtype, shape, "causal()")
+
+    def reset(self) -> None:
+        """Before a provider: the head sizes of keys and values, and the pairs of a head of all ranks."""
+        T = self.n * self.world
+        self.sizes = self.args.head_dim, self.args.head_dim
+        self.whole = T * (T + 1) / 2
 
     def tensors(self, T: int) -> list[torch.Tensor]:
         torch.manual_seed(T + dist.get_rank())
@@ -203,12 +207,12 @@ def main() -> None:
 def every(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     """The rows of one GPU, and of the providers that --only and --part select."""
     for tokens in args.tokens:
-        alone: dict[str, float] = {}
-        first, *others = providers(Bench(args, tokens, device))
+        bench = Bench(args, tokens, device)
+        known = providers(bench)
+        first, *others = known
         for name in (first, *chosen((name for name in others if args.only in name), args.part)):
-            bench = Bench(args, tokens, device)
-            bench.alone = alone
-            yield from rows_of(bench, name, providers(bench)[name])
+            bench.reset()
+            yield from rows_of(bench, name, known[name])
 
 
 def rows_of(bench: Bench, name: str, make: Callable[[], dict[str, Call]]) -> list[Row]:
