@@ -3,9 +3,10 @@
     torchrun --nproc_per_node 4 benchmarks/distributed.py rows.csv [--tokens 8192 32768] [--only WORD]
 
 The calls are causal, in bf16, with 16 heads of 128. "latent" has the head sizes of latent attention in training, 192 of
-keys and 128 of values; "selected keys" has 16 blocks of 64 keys in every row. A rank computes its share of the allowed
-pairs, 14 D FLOPs per pair (4 forward, 10 backward), or 8 D + 6 Dv. Times are those of the slowest rank. The ceiling, in
-TFLOP/s per GPU, is the rate of one GPU with as many tokens, measured in the same run on all GPUs at once.
+keys and 128 of values; "selected keys" has 16 blocks of 64 keys in every row, and 16 query heads per key head. A rank
+computes its share of the allowed pairs, 14 D FLOPs per pair (4 forward, 10 backward), or 8 D + 6 Dv. Times are those of
+the slowest rank. The ceiling, in TFLOP/s per GPU, is the rate of one GPU with as many tokens, measured in the same run
+on all GPUs at once.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from saccade.testing.ranks import start
 Call = Callable[[], Any]
 # head sizes of keys and values of latent attention
 LATENT = 192, 128
-# keys of a block, and blocks of a list of selected keys
-BLOCK, CHOSEN = 64, 16
+# keys of a block, blocks of a list of selected keys, and query and key heads
+BLOCK, CHOSEN, CHOSEN_HEADS = 64, 16, (32, 2)
 
 
 class Bench:
@@ -45,18 +46,19 @@ class Bench:
         # a context that stays open while its provider is measured
         self.opened: Any = None
         env = gpu_environment(args.commit) if device.type == "cuda" else environment(args.commit)
-        shape = f"1x{tokens}x{tokens}x{args.heads}x{args.key_heads}x{args.head_dim}"
-        self.base = Row(*env, f"ring-{self.world}x{tokens}", "", "forward", args.dtype, shape, "causal()")
+        case = f"ring-{self.world}x{tokens}"
+        self.base = Row(*env, case, "", "forward", args.dtype, "", "causal()", rate_unit="TFLOP/s")
 
     def reset(self) -> None:
-        """Before a provider: the head sizes of keys and values, and the pairs of a head of all ranks."""
+        """Before a provider: query and key heads, sizes of heads of keys and values, pairs of a head of all ranks."""
         T = self.n * self.world
+        self.heads = self.args.heads, self.args.key_heads
         self.sizes = self.args.head_dim, self.args.head_dim
         self.whole = T * (T + 1) / 2
 
     def tensors(self, T: int) -> list[torch.Tensor]:
         torch.manual_seed(T + dist.get_rank())
-        H, Hk, (D, Dv) = self.args.heads, self.args.key_heads, self.sizes
+        (H, Hk), (D, Dv) = self.heads, self.sizes
         shapes = ((1, T, H, D), (1, T, Hk, D), (1, T, Hk, Dv), (1, T, H, Dv))
         return [torch.randn(shape, device=self.device, dtype=self.dtype) for shape in shapes]
 
@@ -72,7 +74,7 @@ class Bench:
 
     def pairs(self, alone: bool) -> float:
         """Pairs of query and key that a rank computes, over its heads."""
-        return self.args.heads * (self.n * (self.n + 1) / 2 if alone else self.whole / self.world)
+        return self.heads[0] * (self.n * (self.n + 1) / 2 if alone else self.whole / self.world)
 
     def row(self, provider: str, kind: str, call: Call, alone: bool = False) -> Row:
         """Times of the slowest rank; the note has the MB that a rank sends and the largest peak of memory in MB."""
@@ -92,7 +94,8 @@ class Bench:
         if alone and provider == "saccade, one GPU":
             self.alone[kind] = rate
         ceiling = self.alone.get(kind, NAN)
-        row = replace(self.base, provider=provider, kind=kind, rate=rate, rate_unit="TFLOP/s", **time._asdict())
+        shape = "x".join(map(str, (1, self.n, self.n, *self.heads, D)))
+        row = replace(self.base, provider=provider, kind=kind, shape=shape, rate=rate, **time._asdict())
         text = note({"sent_mb": sent, "peak_mb": float(peak)})
         return replace(row, ceiling=ceiling, fraction=rate / ceiling, note=text)
 
@@ -124,7 +127,8 @@ def providers(bench: Bench) -> dict[str, Callable[[], dict[str, Call]]]:
         return other(strategy) if strategy == "ulysses" else ring(strategy)
 
     def selected() -> dict[str, Call]:
-        mask, bench.whole = chosen_keys(n * bench.world, bench.args.key_heads, bench.device)
+        bench.heads = CHOSEN_HEADS
+        mask, bench.whole = chosen_keys(n * bench.world, CHOSEN_HEADS[1], bench.device)
         return bench.passes(lambda q, k, v: attention(q, k, v, mask, strategy="ulysses"), bench.tensors(n))
 
     return {
