@@ -115,10 +115,6 @@ def _load(inputs, scheduler, pipeline, TILES: gl.constexpr, RANGE: gl.constexpr)
     piece = 0
     w = gl.program_id(0)
     while w < scheduler.n_work:
-        # if there are more pieces than programs, the next one is drawn while this one is copied
-        after = scheduler.n_work
-        if scheduler.n_work > gl.num_programs(0):
-            after = gl.atomic_add(scheduler.counter, 1) + gl.num_programs(0)
         b, h, mask_b, tile = piece_of(w, scheduler)
         first = gl.load(scheduler.lists.ptr + mask_b * scheduler.n_tiles + tile)
         last = gl.load(scheduler.lists.ptr + mask_b * scheduler.n_tiles + tile + 1)
@@ -154,9 +150,12 @@ def _load(inputs, scheduler, pipeline, TILES: gl.constexpr, RANGE: gl.constexpr)
                     _copy_tile(v, b, h // scheduler.G, before, pipeline.v, step - 1, TRANSPOSED)
                 before = j
                 step += 1
+        # if there are more pieces than programs, the next one is drawn; late, because it would wait while others are idle
+        w = scheduler.n_work
+        if scheduler.n_work > gl.num_programs(0):
+            w = gl.atomic_add(scheduler.counter, 1, sem="relaxed") + gl.num_programs(0)
         if before >= 0:
             _copy_tile(v, b, h // scheduler.G, before, pipeline.v, step - 1, TRANSPOSED)
-        w = after
     stage = wait_empty(ring, piece)
     write_number(work.index(8 * stage), -1)
     barrier()
