@@ -52,7 +52,7 @@ def main() -> int:
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join([str(package), sysconfig.get_paths()["purelib"]])
     env |= {"PYTHONMALLOC": "malloc", "OPENBLAS_NUM_THREADS": "1"}
-    # pytest captures stderr, so the sanitizers write to files
+    # sanitizers write to files; UBSan beside ASan writes to stderr, which pytest therefore must not capture
     reports = package.parent / "reports"
     shutil.rmtree(reports, ignore_errors=True)
     reports.mkdir()
@@ -66,6 +66,8 @@ def main() -> int:
         "pytest",
         "-m",
         "not slow",
+        "--capture",
+        "sys",
         "--timeout",
         "900",
         "--block",
@@ -75,7 +77,7 @@ def main() -> int:
     print("+", " ".join(words), flush=True)
     code = subprocess.run(words, cwd=ROOT, env=env, check=False).returncode
     reported = "\n".join(path.read_text(errors="replace") for path in sorted(reports.iterdir()))
-    print(reported or f"{kinds}: nothing reported")
+    print(reported or f"{kinds}: no report in a file; pytest ended with {code}")
     return code or int(bool(reported))
 
 

@@ -36,6 +36,7 @@ struct Vec<float> {
   typedef float u __attribute__((vector_size(SACCADE_BYTES), aligned(4)));
   typedef int32_t m __attribute__((vector_size(SACCADE_BYTES)));
   typedef int32_t mu __attribute__((vector_size(SACCADE_BYTES), aligned(4)));
+  typedef uint32_t w __attribute__((vector_size(SACCADE_BYTES)));
   using i = int32_t;
   static constexpr int N = SACCADE_BYTES / 4;
 };
@@ -45,6 +46,7 @@ struct Vec<double> {
   typedef double u __attribute__((vector_size(SACCADE_BYTES), aligned(8)));
   typedef int64_t m __attribute__((vector_size(SACCADE_BYTES)));
   typedef int64_t mu __attribute__((vector_size(SACCADE_BYTES), aligned(8)));
+  typedef uint64_t w __attribute__((vector_size(SACCADE_BYTES)));
   using i = int64_t;
   static constexpr int N = SACCADE_BYTES / 8;
 };
@@ -52,6 +54,9 @@ template <class T>
 using vec = typename Vec<T>::v;
 template <class T>
 using ivec = typename Vec<T>::m;
+// bit patterns, whose sums may wrap around in the lanes that are not used
+template <class T>
+using wvec = typename Vec<T>::w;
 template <class T>
 constexpr int lanes = Vec<T>::N;
 
@@ -166,7 +171,7 @@ SACCADE_INLINE vec<float> exp2v(vec<float> x) {
   const vec<float> c = tiny ? low : x;
   const vec<float> t = c + 12582912.0f;  // 1.5 * 2^23: moves the integer part into the low bits
   const vec<float> f = c - (t - 12582912.0f);
-  const m bits = reinterpret_cast<m>(exp2_poly(f)) + (reinterpret_cast<m>(t) << 23);
+  const wvec<float> bits = reinterpret_cast<wvec<float>>(exp2_poly(f)) + (reinterpret_cast<wvec<float>>(t) << 23);
   const vec<float> y = tiny ? vec<float>{} : reinterpret_cast<vec<float>>(bits);
   return x == x ? y : x;
 #endif
@@ -190,7 +195,8 @@ SACCADE_INLINE vec<double> exp2v(vec<double> x) {
   const vec<double> c = tiny ? low : x;
   const vec<double> t = c + 6755399441055744.0;
   const vec<double> f = c - (t - 6755399441055744.0);
-  const m bits = reinterpret_cast<m>(exp2m1_poly(f) + 1.0) + (reinterpret_cast<m>(t) << 52);
+  const vec<double> power = exp2m1_poly(f) + 1.0;
+  const wvec<double> bits = reinterpret_cast<wvec<double>>(power) + (reinterpret_cast<wvec<double>>(t) << 52);
   const vec<double> y = tiny ? vec<double>{} : reinterpret_cast<vec<double>>(bits);
   return x == x ? y : x;
 }
