@@ -66,6 +66,11 @@ def main() -> int:
         "pytest",
         "-m",
         "not slow",
+        # those of random configurations need torch
+        "-k",
+        "not tangents",
+        "-n",
+        "2",
         "--capture",
         "sys",
         "--timeout",
