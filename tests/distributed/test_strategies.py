@@ -110,6 +110,23 @@ def test_ranks_must_agree_on_the_bias():
     assert all("table [4, 3] torch.float32 from" in told for told in world(2).run(disagreed))
 
 
+def test_lists_of_keys_have_a_fingerprint_of_their_contents():
+    import torch
+
+    from saccade.distributed.call import fingerprint
+
+    # longer than what is mixed at a time
+    lists = torch.arange(2 * 2**15).remainder(7).to(torch.int32).view(1, 2, 2**14, 2)
+    swapped, changed, flat = lists.clone(), lists.clone(), lists.view(1, 1, 2**14, 4)
+    swapped[0, 1, [5, 6]] = lists[0, 1, [6, 5]]
+    changed[0, 1, -1, -1] += 1
+    whole = fingerprint(sm.causal() & sm.select(lists, 64))
+    assert fingerprint(sm.causal() & sm.select(lists.numpy().astype(np.int64), 64)) == whole
+    for other in (swapped, changed, flat):
+        assert fingerprint(sm.causal() & sm.select(other, 64)) != whole
+    assert fingerprint(sm.causal() & sm.select(lists, 32)) != whole
+
+
 def mistaken() -> list[str]:
     import torch
 

@@ -29,6 +29,10 @@ from .schedule import Schedule, make_schedule
 
 _CALLS = Memo(64)
 _DIGESTS = Memo(64)
+# numbers that are mixed at a time, on a CPU so few that one thread keeps them in its cache; and the factors of
+# SplitMix64 (Steele et al., 2014) as signed numbers
+_CHUNK, _CHUNK_CPU = 1 << 22, 1 << 14
+_ODD = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 BACKENDS = ("cpu", "triton")
 HEADS = 'call saccade.distributed.attention(..., strategy="ulysses")'
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -154,11 +158,8 @@ def fingerprint(mask: Mask | None) -> str:
     key, text = _DIGESTS.get(mask, ())
     if text is None:
         structure, ints, data = mask.flatten()
-        contents = hashlib.sha256(repr(ints).encode())
-        for array in data:
-            array = np.ascontiguousarray(host(array))
-            contents.update(f"{array.shape}".encode() + array.astype(np.int64).tobytes())
-        text = f"{structure[:200]} {digest(structure)} {contents.hexdigest()[:16]}"
+        contents = [(tuple(array.shape), _mixed(array)) for array in data]
+        text = f"{structure[:200]} {digest(structure)} {digest((ints, contents))}"
         _DIGESTS.put(mask, key, text)
     return text
 
@@ -166,3 +167,19 @@ def fingerprint(mask: Mask | None) -> str:
 def digest(value: object) -> str:
     """A short hash of the `repr` of a value."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
+
+
+def _mixed(array: Any) -> int:
+    # 64 bits that depend on all numbers of an array and their places, computed where the array is: lists of selected
+    # keys are large, and new in every call
+    x = array.detach() if isinstance(array, Tensor) else torch.from_numpy(np.array(host(array)))
+    x = x.reshape(-1)
+    chunk = _CHUNK_CPU if x.is_cpu else _CHUNK
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for start in range(0, len(x), chunk):
+        part = x[start : start + chunk].to(torch.int64)
+        part = part + _ODD[0] * torch.arange(start, start + len(part), device=x.device)
+        for odd in _ODD[1:]:
+            part = (part ^ (part >> 30)) * odd
+        total += (part ^ (part >> 31)).sum()
+    return int(total)

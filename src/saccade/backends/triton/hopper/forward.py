@@ -150,7 +150,7 @@ def _load(inputs, scheduler, pipeline, TILES: gl.constexpr, RANGE: gl.constexpr)
                     _copy_tile(v, b, h // scheduler.G, before, pipeline.v, step - 1, TRANSPOSED)
                 before = j
                 step += 1
-        # if there are more pieces than programs, the next one is drawn; late, because it would wait while others are idle
+        # if there are more pieces than CTAs, the next one is drawn; late, because it would wait while others are idle
         w = scheduler.n_work
         if scheduler.n_work > gl.num_programs(0):
             w = gl.atomic_add(scheduler.counter, 1, sem="relaxed") + gl.num_programs(0)
