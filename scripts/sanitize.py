@@ -52,7 +52,7 @@ def main() -> int:
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join([str(package), sysconfig.get_paths()["purelib"]])
     env |= {"PYTHONMALLOC": "malloc", "OPENBLAS_NUM_THREADS": "1"}
-    # sanitizers write to files; UBSan beside ASan writes to stderr, which pytest therefore must not capture
+    # sanitizers write to files; together with ASan, UBSan writes to stderr, which pytest must not capture
     reports = package.parent / "reports"
     shutil.rmtree(reports, ignore_errors=True)
     reports.mkdir()
