@@ -56,6 +56,11 @@ class Bench:
         self.sizes = self.args.head_dim, self.args.head_dim
         self.whole = T * (T + 1) / 2
 
+    @property
+    def shape(self) -> str:
+        """The sizes of a rank's slices, as in a row."""
+        return "x".join(map(str, (1, self.n, self.n, *self.heads, self.sizes[0])))
+
     def tensors(self, T: int) -> list[torch.Tensor]:
         torch.manual_seed(T + dist.get_rank())
         (H, Hk), (D, Dv) = self.heads, self.sizes
@@ -94,8 +99,7 @@ class Bench:
         if alone and provider == "saccade, one GPU":
             self.alone[kind] = rate
         ceiling = self.alone.get(kind, NAN)
-        shape = "x".join(map(str, (1, self.n, self.n, *self.heads, D)))
-        row = replace(self.base, provider=provider, kind=kind, shape=shape, rate=rate, **time._asdict())
+        row = replace(self.base, provider=provider, kind=kind, shape=self.shape, rate=rate, **time._asdict())
         text = note({"sent_mb": sent, "peak_mb": float(peak)})
         return replace(row, ceiling=ceiling, fraction=rate / ceiling, note=text)
 
@@ -128,7 +132,7 @@ def providers(bench: Bench) -> dict[str, Callable[[], dict[str, Call]]]:
 
     def selected() -> dict[str, Call]:
         bench.heads = CHOSEN_HEADS
-        mask, bench.whole = chosen_keys(n * bench.world, CHOSEN_HEADS[1], bench.device)
+        mask, bench.whole = chosen_keys(n * bench.world, bench.heads[1], bench.device)
         return bench.passes(lambda q, k, v: attention(q, k, v, mask, strategy="ulysses"), bench.tensors(n))
 
     return {
@@ -225,7 +229,7 @@ def rows_of(bench: Bench, name: str, make: Callable[[], dict[str, Call]]) -> lis
         return [bench.row(name, kind, call, "one GPU" in name) for kind, call in make().items()]
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
-        return [replace(bench.base, provider=name, note=reason)]
+        return [replace(bench.base, provider=name, shape=bench.shape, note=reason)]
     finally:
         if bench.opened is not None:
             bench.opened.__exit__(None, None, None)

@@ -80,8 +80,7 @@ SACCADE_INLINE vec<float> times_power(vec<float> m, vec<float> n) {
 #if defined(__AVX512F__)
   return reinterpret_cast<vec<float>>(_mm512_scalef_ps(reinterpret_cast<__m512>(m), reinterpret_cast<__m512>(n)));
 #else
-  const wvec<float> exponent = reinterpret_cast<wvec<float>>(n + 12582912.0f) << 23;
-  const vec<float> y = reinterpret_cast<vec<float>>(reinterpret_cast<wvec<float>>(m) + exponent);
+  const vec<float> y = add_exponent<float>(m, n + 12582912.0f);
   const vec<float> far = n > 0.0f ? splat(__builtin_inff()) : vec<float>{};
   return m == m ? (n > 127.0f || n < -125.0f ? far : y) : m;
 #endif
@@ -90,8 +89,7 @@ SACCADE_INLINE vec<double> times_power(vec<double> m, vec<double> n) {
 #if defined(__AVX512F__)
   return reinterpret_cast<vec<double>>(_mm512_scalef_pd(reinterpret_cast<__m512d>(m), reinterpret_cast<__m512d>(n)));
 #else
-  const wvec<double> exponent = reinterpret_cast<wvec<double>>(n + 6755399441055744.0) << 52;
-  const vec<double> y = reinterpret_cast<vec<double>>(reinterpret_cast<wvec<double>>(m) + exponent);
+  const vec<double> y = add_exponent<double>(m, n + 6755399441055744.0);
   const vec<double> far = n > 0.0 ? splat(__builtin_inf()) : vec<double>{};
   return m == m ? (n > 1023.0 || n < -1021.0 ? far : y) : m;
 #endif

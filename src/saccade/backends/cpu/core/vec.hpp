@@ -146,6 +146,13 @@ SACCADE_INLINE bool any(M lanes_of_bits) {
 #endif
 }
 
+// m 2^n for m near 1, where the low bits of t are the whole number n; other lanes, as of NaN, have any result
+template <class T>
+SACCADE_INLINE vec<T> add_exponent(vec<T> m, vec<T> t) {
+  const wvec<T> exponent = reinterpret_cast<wvec<T>>(t) << (sizeof(T) == 4 ? 23 : 52);
+  return reinterpret_cast<vec<T>>(reinterpret_cast<wvec<T>>(m) + exponent);
+}
+
 // 2^f - 1 for |f| <= 1/2
 SACCADE_INLINE vec<float> exp2m1_poly(vec<float> f) {
   vec<float> p = f * 0.00015345811916183706f + 0.0013399931218953942f;
@@ -171,8 +178,7 @@ SACCADE_INLINE vec<float> exp2v(vec<float> x) {
   const vec<float> c = tiny ? low : x;
   const vec<float> t = c + 12582912.0f;  // 1.5 * 2^23: moves the integer part into the low bits
   const vec<float> f = c - (t - 12582912.0f);
-  const wvec<float> bits = reinterpret_cast<wvec<float>>(exp2_poly(f)) + (reinterpret_cast<wvec<float>>(t) << 23);
-  const vec<float> y = tiny ? vec<float>{} : reinterpret_cast<vec<float>>(bits);
+  const vec<float> y = tiny ? vec<float>{} : add_exponent<float>(exp2_poly(f), t);
   return x == x ? y : x;
 #endif
 }
@@ -195,9 +201,7 @@ SACCADE_INLINE vec<double> exp2v(vec<double> x) {
   const vec<double> c = tiny ? low : x;
   const vec<double> t = c + 6755399441055744.0;
   const vec<double> f = c - (t - 6755399441055744.0);
-  const vec<double> power = exp2m1_poly(f) + 1.0;
-  const wvec<double> bits = reinterpret_cast<wvec<double>>(power) + (reinterpret_cast<wvec<double>>(t) << 52);
-  const vec<double> y = tiny ? vec<double>{} : reinterpret_cast<vec<double>>(bits);
+  const vec<double> y = tiny ? vec<double>{} : add_exponent<double>(exp2m1_poly(f) + 1.0, t);
   return x == x ? y : x;
 }
 
