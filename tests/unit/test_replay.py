@@ -21,11 +21,12 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from saccade.models import batching, graphs, replay  # noqa: E402
 from saccade.models.batching import serve  # noqa: E402
+from saccade.models.gpt2 import Gpt2, Gpt2Config  # noqa: E402
 from saccade.models.graphs import WARM  # noqa: E402
 from saccade.models.replay import PagedSteps, Steps  # noqa: E402
 from saccade.models.sampling import Sampler, generate, prefill  # noqa: E402
 
-from .small_llama import small, some_tokens  # noqa: E402
+from .small_llama import VOCABULARY, small, some_tokens  # noqa: E402
 
 
 def tried_first(step, device, undo):
@@ -171,7 +172,7 @@ def test_kept_steps_are_freed_where_they_are_not_used(monkeypatch) -> None:
 
 def test_threads_compile_methods_in_turn_and_restore_them() -> None:
     model = small()
-    own = model.blocks[0].mlp.forward = partial(model.blocks[0].mlp.forward)
+    own = model.blocks[0].finish = partial(model.blocks[0].finish)
 
     def hold(_: int) -> None:
         with graphs.fused(model, 1):
@@ -179,8 +180,8 @@ def test_threads_compile_methods_in_turn_and_restore_them() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(hold, range(4)))
-    assert model.blocks[0].mlp.forward is own
-    assert "forward" not in vars(model.blocks[1].mlp)
+    assert model.blocks[0].finish is own
+    assert "finish" not in vars(model.blocks[1])
 
 
 def test_a_copy_computes_with_its_own_weights() -> None:
@@ -195,9 +196,15 @@ def test_a_copy_computes_with_its_own_weights() -> None:
         assert model(tokens).any()
 
 
-def test_compiled_steps_draw_the_same_tokens(monkeypatch) -> None:
-    model, prompts = small(), [[1, 2, 3], [4, 5]]
-    with pytest.raises(ValueError, match="this model is a Llama on cpu; steps are replayed"):
+def gpt2() -> Gpt2:
+    torch.manual_seed(0)
+    return Gpt2(Gpt2Config(VOCABULARY, 48, 2, 4)).eval()
+
+
+@pytest.mark.parametrize(("make", "norm"), [(small, "RMSNorm"), (gpt2, "LayerNorm")])
+def test_compiled_steps_draw_the_same_tokens(make, norm: str, monkeypatch) -> None:
+    model, prompts = make(), [[1, 2, 3], [4, 5]]
+    with pytest.raises(ValueError, match="on cpu; steps are replayed"):
         model.compile_steps()
     expected = list(generate(model, prompts, 20, Sampler(0.0)))
     compiled: list[str] = []
@@ -213,8 +220,8 @@ def test_compiled_steps_draw_the_same_tokens(monkeypatch) -> None:
     logits, caches = prefill(model, prompts, 40, 256)
     steps = Steps(model, caches, Sampler(0.0), capture=tried_first)
     assert list(steps.run(logits, 20, torch.Generator())) == expected
-    assert set(compiled) == {"RMSNorm.forward", "Attention.project", "SwiGLU.forward"}
-    assert not any({"forward", "project"} & set(vars(part)) for part in model.modules())
+    assert set(compiled) == {f"{norm}.forward", "Attention.project", "Linear.forward", "Block.finish"}
+    assert not any({"forward", "project", "finish"} & set(vars(part)) for part in model.modules())
 
 
 def test_compiled_steps_are_kept_for_calls_that_they_fit(monkeypatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -229,8 +229,7 @@ class SwiGLU(nn.Module):
     def __init__(self, config: LlamaConfig | HybridConfig) -> None:
         super().__init__()
         width, hidden, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = Linear(width, hidden, bias=bias)
-        self.up_proj = Linear(width, hidden, bias=bias)
+        self.gate_proj, self.up_proj = (Linear(width, hidden, bias=bias) for _ in range(2))
         self.down_proj = Linear(hidden, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -245,11 +244,9 @@ class Attention(nn.Module):
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim, width, bias = config.head_dim, config.hidden_size, config.attention_bias
         self.q_proj = Linear(width, self.heads * self.head_dim, bias=bias)
-        self.k_proj = Linear(width, self.kv_heads * self.head_dim, bias=bias)
-        self.v_proj = Linear(width, self.kv_heads * self.head_dim, bias=bias)
+        self.k_proj, self.v_proj = (Linear(width, self.kv_heads * self.head_dim, bias=bias) for _ in range(2))
         self.o_proj = Linear(self.heads * self.head_dim, width, bias=bias)
-        self.q_norm: nn.Module = nn.Identity()
-        self.k_norm: nn.Module = nn.Identity()
+        self.q_norm, self.k_norm = (cast("nn.Module", nn.Identity()) for _ in range(2))
 
     def project(self, x: Tensor, turn: Turn | None) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, width] -> rotated q [B, T, Hq, D], rotated k and plain v [B, T, Hk, D]."""
@@ -272,8 +269,7 @@ class GatedAttention(Attention):
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__(config)
-        width = self.heads * self.head_dim
-        self.gate_proj = Linear(config.hidden_size, width, bias=config.attention_bias)
+        self.gate_proj = Linear(config.hidden_size, self.heads * self.head_dim, bias=config.attention_bias)
         self.q_norm, self.k_norm = (RMSNorm(self.head_dim, config.rms_norm_eps) for _ in range(2))
 
     def forward(
@@ -296,5 +292,9 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, turn: Turn, mask: Mask | None, cache: Cached | None = None, backend: Where = None
     ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), turn, mask, cache, backend)
+        return self.finish(x, self.self_attn(self.input_layernorm(x), turn, mask, cache, backend))
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """What follows attention, whose output is `attended` [B, T, width]."""
+        x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x))

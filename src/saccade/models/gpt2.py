@@ -141,7 +141,11 @@ class Block(nn.Module):
         self.mlp = FeedForward(config)
 
     def forward(self, x: Tensor, mask: Mask, cache: Cached | None, backend: Where) -> Tensor:
-        x = x + self.attn(self.ln_1(x), mask, cache, backend)
+        return self.finish(x, self.attn(self.ln_1(x), mask, cache, backend))
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """What follows attention, whose output is `attended` [B, T, width]."""
+        x = x + attended
         return x + self.mlp(self.ln_2(x))
 
 

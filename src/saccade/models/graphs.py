@@ -17,19 +17,18 @@ from torch import Tensor
 from ..caches.contiguous import KVCache
 from ..captures import holding
 from . import gpt2
-from .blocks import Attention, Decoder, RMSNorm, SwiGLU
+from .blocks import Attention, Block, Decoder
 from .sampler import Sampler, not_finite, uniform
 from .stores import PagedStep
 
 # steps before the capture, which compile kernels; they need room in the caches, as does the captured one
 WARM = 2
-# the methods that surround products with small operations
+# the methods between the kernels of caches: products, and the small operations around them
 FUSED = {
-    RMSNorm: "forward",
-    Attention: "project",
-    SwiGLU: "forward",
-    gpt2.Attention: "project",
-    gpt2.FeedForward: "forward",
+    Block: ("input_layernorm.forward", "finish"),
+    Attention: ("project", "o_proj.forward"),
+    gpt2.Block: ("ln_1.forward", "finish"),
+    gpt2.Attention: ("project", "c_proj.forward"),
 }
 # one call at a time replaces methods of a model
 _fusing = threading.Lock()
@@ -71,7 +70,13 @@ def fused(model: Decoder, rows: int) -> Generator[None]:
     rows: of the products. Triton reads the weights for one row faster than cuBLAS, with tiles that torch searches for.
     """
     options: dict[str, Any] = {"coordinate_descent_tuning": rows == 1}
-    parts = [(part, name) for part in model.modules() for kind, name in FUSED.items() if isinstance(part, kind)]
+    parts = [
+        (module.get_submodule(at), name)
+        for module in model.modules()
+        for kind, paths in FUSED.items()
+        if isinstance(module, kind)
+        for at, _, name in (path.rpartition(".") for path in paths)
+    ]
     with _fusing:
         before = [vars(part).get(name) for part, name in parts]
         for part, name in parts:
