@@ -12,6 +12,7 @@ from ..frameworks.source import host, integral
 from ..rope import rope, turning
 from . import gates
 from .choice import arrays_for, device_of
+from .lengths import Bounded, bound_of
 from .sequences import path_of
 from .storage import Storage, at_least
 
@@ -19,7 +20,7 @@ from .storage import Storage, at_least
 Rotation = Mapping[str, Any]
 
 
-class KVCache(Storage):
+class KVCache(Bounded, Storage):
     """Contiguous keys and values of a batch of sequences whose lengths may differ. A cache has no gradient.
 
     Args:
@@ -42,7 +43,7 @@ class KVCache(Storage):
     Attributes:
         k: [batch, capacity, kv_heads, head_dim], or the codes.
         v: [batch, capacity, kv_heads, v_dim], or the codes.
-        lengths: int32 [batch], tokens of each sequence.
+        lengths: int32 [batch], tokens of each sequence. You may assign others in an array of the same kind.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it.
@@ -76,11 +77,9 @@ class KVCache(Storage):
         super().__init__((batch, capacity), kv_heads, (head_dim, v_dim), arrays, fill, quantised, group)
         if gate_heads is not None:
             gates.add_room(self, gate_heads)
-        self.lengths: Any = 0 * self._arrays.steps(batch, "int32")
+        self._lengths = 0 * self._arrays.steps(batch, "int32")
         # int32 [batch] once tokens were evicted
         self._evicted: Any = 0
-        # an upper bound of all lengths that the host knows, so that an append need not wait for a device
-        self._bound = 0
 
     @classmethod
     def like(cls, k: Array, v: Array | None = None, *, capacity: int | None = None, **options: Any) -> KVCache:
@@ -167,7 +166,7 @@ class KVCache(Storage):
         if log_f is not None:
             sums = gates.sums_of_rows(self, log_f, self.lengths)
             gates.write(self, sums, *self._arrays.slots(self.lengths, T, counts))
-        self.lengths = after
+        self._lengths = after
 
     def counts(self, lengths: Any, T: int) -> tuple[Any, int]:
         """(counts, bound): how many of T new tokens each sequence takes, int32 [batch], and an upper bound.
@@ -222,7 +221,7 @@ class KVCache(Storage):
             later[...] = rope(later, by, **dict(rotation, factor=1.0))
         for x, new in zip(self.arrays, moved, strict=True):
             x[:, :left] = new
-        self.lengths = self.lengths - gone
+        self._lengths = self.lengths - gone
         self._bound = min(self._bound, left)
 
     def accept(self, tokens: int, paths: Sequence[Sequence[int]]) -> None:
@@ -256,29 +255,10 @@ class KVCache(Storage):
             sources = starts[:, None] + self._arrays.indices(at)
             for x, moved in [(x, x[rows, sources]) for x in self.arrays]:
                 x[rows, starts[:, None] + steps] = moved
-        self.lengths = starts + self._arrays.indices(np.array([len(path) for path in kept], np.int32))
+        self._lengths = starts + self._arrays.indices(np.array([len(path) for path in kept], np.int32))
         self._bound = max(0, self._bound - tokens + longest)
 
     def reset(self) -> None:
         """Remove all tokens; the arrays stay allocated."""
-        self.lengths = self.lengths * 0
+        self._lengths, self._bound = self.lengths * 0, 0
         self._evicted = 0
-        self._bound = 0
-
-
-def bound_of(lengths: Any, after: Any, bound: int, capacity: int) -> int:
-    """An upper bound of the lengths `after` [B]; raises ValueError if one exceeds the capacity.
-
-    lengths: [B], those before. bound: an upper bound that the host knows; the lengths are read only if it exceeds the
-    capacity.
-    """
-    if bound <= capacity:
-        return bound
-    longest = int(after.max()) if len(after) else 0
-    if longest > capacity:
-        full = int(after.argmax())
-        raise ValueError(
-            f"sequence {full} holds {int(lengths[full])} tokens and would take {int(after[full] - lengths[full])} "
-            f"more; expected at most {capacity}, the capacity: make a larger cache or append fewer"
-        )
-    return longest

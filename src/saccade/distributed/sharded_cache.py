@@ -18,7 +18,8 @@ from torch import Tensor
 from .. import api
 from ..arrays import ArrayOrTuple
 from ..backends import Inputs, choose
-from ..caches.contiguous import KVCache, bound_of
+from ..caches.contiguous import KVCache
+from ..caches.lengths import Bounded, bound_of
 from ..errors import Unsupported
 from ..frameworks.torch_run import dense, follow_threads, giver, spec, tensor
 from ..mask import Mask, causal, keys
@@ -38,7 +39,7 @@ from .schedule import pieces
 _CAUSAL = causal().key
 
 
-class ShardedKVCache:
+class ShardedKVCache(Bounded):
     """A `KVCache` whose tokens are divided among the ranks of a group: token t is on rank t mod P.
 
     Every rank creates one, with the same arguments. Its arrays are tensors.
@@ -75,9 +76,7 @@ class ShardedKVCache:
         share = -(-(capacity - self.peers.rank) // self.peers.world)
         self.local = KVCache(batch, max(0, share), kv_heads, head_dim, dtype=dtype, **options)
         self.capacity = capacity
-        self.lengths: Tensor = self.local.lengths.clone()
-        # an upper bound of all lengths
-        self._bound = 0
+        self._lengths = self.local.lengths.clone()
 
     @property
     def positions(self) -> Tensor:
@@ -101,7 +100,7 @@ class ShardedKVCache:
         index = first[:, None] + world * torch.arange(-(-T // world), device=first.device)
         rows, index = torch.arange(len(first), device=first.device)[:, None], index.clamp(max=T - 1)
         self.local.append(k[rows, index], v[rows, index], lengths=taken)
-        self.lengths = after
+        self._lengths = after
 
     def extend(self, k: Tensor, v: Tensor, tokens: int) -> None:
         """Write the first `tokens` tokens of every sequence from slices, cut by `shard(k, layout="striped")`.
@@ -118,7 +117,7 @@ class ShardedKVCache:
         if tokens > self.capacity:
             raise ValueError(f"tokens is {tokens}; expected at most {self.capacity}, the capacity")
         self.local.append(k, v)
-        self.lengths, self._bound = self.lengths + tokens, tokens
+        self._lengths, self._bound = self.lengths + tokens, tokens
 
 
 def decode(

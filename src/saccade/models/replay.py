@@ -111,7 +111,7 @@ class Steps:
     def _settle(self) -> None:
         # an append makes new lengths; a graph needs them where it reads them
         for cache in self.caches:
-            cache.lengths = self.lengths
+            cache.follow(self.lengths)
 
 
 def caches_of(
