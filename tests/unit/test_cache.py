@@ -223,28 +223,6 @@ def test_a_cache_with_such_lengths_is_not_read(kind: str, bad: list) -> None:
             call()
 
 
-@pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_lengths_that_were_assigned_are_read(kind: str) -> None:
-    torch = pytest.importorskip("torch")
-    cache, put = made(kind, 2, 6, 1, 2)
-    other = torch.tensor([4, 3]) if kind == "numpy" else np.array([4, 3])
-    for bad in ([4, 3], other):
-        with pytest.raises(TypeError, match=r"lengths is a .*; expected a (ndarray|Tensor), as the cache has"):
-            cache.lengths = bad
-    tokens = put(np.ones((2, 2, 1, 2), np.float32))
-    cache.lengths = put(np.array([5, 3], np.int32))
-    with pytest.raises(ValueError, match="sequence 0 holds 5 tokens and would take 2 more; expected at most 6"):
-        cache.append(tokens, tokens)
-    cache.lengths = put(np.array([-1, 3], np.int32))
-    with pytest.raises(ValueError, match=r"the cache has lengths \[-1, 3\]; expected 0 <= length"):
-        cache.append(tokens, tokens)
-    cache.lengths = put(np.array([4, 3], np.int32))
-    cache.append(tokens, tokens)
-    assert np.asarray(cache.lengths).tolist() == [6, 5]
-    with pytest.raises(ValueError, match="expected at most 6, the capacity"):
-        cache.append(tokens, tokens)
-
-
 def test_lengths_on_a_device_are_bounded_without_waiting() -> None:
     torch = pytest.importorskip("torch")
     cache = KVCache(3, 8, 1, 2, dtype=torch.float32, device="meta")

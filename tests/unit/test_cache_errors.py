@@ -148,3 +148,25 @@ def test_tensors_that_are_more_than_their_memory_are_refused(kind: str, quantise
     with pytest.raises(saccade.Unsupported, match=f"k is {words.get(way, 'a FakeTensor')}, and a cache stores plain"):
         more_than_memory()
     assert (cache.length(sequence) if kind == "paged" else int(cache.lengths.max())) == 0
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_lengths_that_were_assigned_are_read(kind: str) -> None:
+    torch = pytest.importorskip("torch")
+    put, dtype = (np.array, "float32") if kind == "numpy" else (torch.tensor, torch.float32)
+    cache = saccade.KVCache(2, 6, 1, 2, dtype=dtype)
+    for bad in ([4, 3], np.array([4, 3]) if kind == "torch" else torch.tensor([4, 3])):
+        with pytest.raises(TypeError, match=r"lengths is a .*; expected a (ndarray|Tensor), as the cache has"):
+            cache.lengths = bad
+    tokens = put(np.ones((2, 2, 1, 2), np.float32))
+    cache.lengths = put(np.array([5, 3], np.int32))
+    with pytest.raises(ValueError, match="sequence 0 holds 5 tokens and would take 2 more; expected at most 6"):
+        cache.append(tokens, tokens)
+    cache.lengths = put(np.array([-1, 3], np.int32))
+    with pytest.raises(ValueError, match=r"the cache has lengths \[-1, 3\]; expected 0 <= length"):
+        cache.append(tokens, tokens)
+    cache.lengths = put(np.array([4, 3], np.int32))
+    cache.append(tokens, tokens)
+    assert np.asarray(cache.lengths).tolist() == [6, 5]
+    with pytest.raises(ValueError, match="expected at most 6, the capacity"):
+        cache.append(tokens, tokens)

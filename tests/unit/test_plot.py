@@ -150,10 +150,11 @@ def test_colours_are_visible_in_both_themes() -> None:
     assert len(set(providers.LIBRARIES.values())) == len(providers.LIBRARIES)
 
 
-def test_an_unknown_provider_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_provider_has_a_mark_and_an_unknown_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"'a new library' has no colour.*add 'a new library' there"):
         providers.provider("a new library")
     charts = script("charts", monkeypatch)
+    assert {one.mark for one in providers.PROVIDERS.values()} <= set(charts["PATHS"])
     line = charts["Line"]("a case", "1", {"a new library": 1.0})
     with pytest.raises(ValueError, match=r"src/saccade/plot/providers\.py"):
         charts["html_of"](charts["Chart"]("GB/s", [line]), "a-name")
