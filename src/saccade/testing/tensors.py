@@ -21,7 +21,8 @@ def put(x: Any) -> Any:
 
     if isinstance(x, saccade.KVCache):
         x = copy.copy(x)
-        (x.k, x.v), x.lengths = _put_both(x.k, x.v), put(x.lengths)
+        x.k, x.v = _put_both(x.k, x.v)
+        x.follow(put(x.lengths))
         x.k_scale, x.v_scale = _scales(x.k_scale), _scales(x.v_scale)
         return x
     if isinstance(x, saccade.PagedKeys):
