@@ -217,22 +217,13 @@ def test_a_cache_with_such_lengths_is_not_read(kind: str, bad: list) -> None:
     q = put(np.ones((2, 1, 1, 2), np.float32))
     with pytest.raises(ValueError, match=r"the cache has lengths .*; expected integers \[B\] = \[2\]"):
         cache.lengths = put(np.array(bad))
-    pages = PagedKeys(cache.k, cache.v, put(np.array([[0], [1]], np.int32)), put(np.array(bad)))
+    cache.follow(put(np.array(bad)))
+    with pytest.raises(ValueError, match=r"the cache has lengths .*; expected integers \[B\] = \[2\]"):
+        saccade.decode(q, cache)
+    pages = PagedKeys(cache.k, cache.v, put(np.array([[0], [1]], np.int32)), cache.lengths)
     for call in (lambda: saccade.decode(q, pages), lambda: saccade.paged_attention(q[:, 0], pages)):
         with pytest.raises(ValueError, match=r"lengths .*; expected integers"):
             call()
-
-
-def test_lengths_on_a_device_are_bounded_without_waiting() -> None:
-    torch = pytest.importorskip("torch")
-    cache = KVCache(3, 8, 1, 2, dtype=torch.float32, device="meta")
-    tokens = torch.ones(3, 4, 1, 2, device="meta")
-    # a look at a number there would raise
-    new, most = cache.counts(torch.tensor([9, -1, 2], device="meta"), 4)
-    assert (new.shape, new.dtype, most) == ((3,), torch.int32, 4)
-    cache.append(tokens, tokens, torch.zeros(3, dtype=torch.int64, device="meta"))
-    with pytest.raises(ValueError, match="expected integers"):
-        cache.append(tokens, tokens, torch.zeros(3, device="meta"))
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])

@@ -170,3 +170,15 @@ def test_lengths_that_were_assigned_are_read(kind: str) -> None:
     assert np.asarray(cache.lengths).tolist() == [6, 5]
     with pytest.raises(ValueError, match="expected at most 6, the capacity"):
         cache.append(tokens, tokens)
+
+
+def test_lengths_on_a_device_are_bounded_without_waiting() -> None:
+    torch = pytest.importorskip("torch")
+    cache = saccade.KVCache(3, 8, 1, 2, dtype=torch.float32, device="meta")
+    tokens = torch.ones(3, 4, 1, 2, device="meta")
+    # a look at a number there would raise
+    new, most = cache.counts(torch.tensor([9, -1, 2], device="meta"), 4)
+    assert (new.shape, new.dtype, most) == ((3,), torch.int32, 4)
+    cache.append(tokens, tokens, torch.zeros(3, dtype=torch.int64, device="meta"))
+    with pytest.raises(ValueError, match="expected integers"):
+        cache.append(tokens, tokens, torch.zeros(3, device="meta"))

@@ -12,7 +12,7 @@ from ..frameworks.source import host, integral
 from ..rope import rope, turning
 from . import gates
 from .choice import arrays_for, device_of
-from .lengths import Bounded, bound_of
+from .lengths import Bounded
 from .sequences import path_of
 from .storage import Storage, at_least
 
@@ -161,7 +161,7 @@ class KVCache(Bounded, Storage):
             self.in_memory("rotation")
             turn = turning(k, self.positions[:, None] + self._arrays.steps(T), **rotation)
         after = self.lengths + (T if counts is None else counts)
-        self._bound = bound_of(self.lengths, after, self._bound + most, self.capacity)
+        self.grow(after, most, self.capacity)
         self._arrays.write_rows(self, k, v, self.lengths, counts, turn)
         if log_f is not None:
             sums = gates.sums_of_rows(self, log_f, self.lengths)

@@ -28,8 +28,8 @@ class Bounded:
     @lengths.setter
     def lengths(self, lengths: Any) -> None:
         if hasattr(lengths, "is_cpu") != hasattr(self._lengths, "is_cpu") or not hasattr(lengths, "dtype"):
-            kinds = type(lengths).__name__, type(self._lengths).__name__
-            raise TypeError("lengths is a {}; expected a {}, as the cache has".format(*kinds))
+            expected = type(self._lengths).__name__
+            raise TypeError(f"lengths is a {type(lengths).__name__}; expected a {expected}, as the cache has")
         check_lengths(lengths, len(self._lengths))
         self._lengths, self._bound = lengths, UNKNOWN
 
@@ -37,15 +37,18 @@ class Bounded:
         """Use this array of the same numbers, without reading it: a captured graph needs lengths at one address."""
         self._lengths = lengths
 
+    def grow(self, after: Any, most: int, capacity: int) -> None:
+        """Before tokens are written: raise ValueError if one of the lengths `after` [B] exceeds the capacity.
 
-def bound_of(lengths: Any, after: Any, bound: int, capacity: int) -> int:
-    """An upper bound of the lengths `after` [B]; raises ValueError if one exceeds the capacity.
+        most: an upper bound of each sequence's new tokens. Lengths are read only if the bound exceeds the capacity.
+        """
+        bound = self._bound + most
+        if bound > capacity:
+            bound = _longest(self._lengths, after, capacity)
+        self._bound = bound
 
-    lengths: [B], those before. bound: an upper bound that the host knows; the lengths are read only if it exceeds the
-    capacity.
-    """
-    if bound <= capacity:
-        return bound
+
+def _longest(lengths: Any, after: Any, capacity: int) -> int:
     longest = int(after.max()) if len(after) else 0
     if len(after) and int(lengths.min()) < 0:
         raise ValueError(f"the cache has lengths {lengths.tolist()}; expected 0 <= length <= its capacity, {capacity}")

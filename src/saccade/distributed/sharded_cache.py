@@ -19,7 +19,7 @@ from .. import api
 from ..arrays import ArrayOrTuple
 from ..backends import Inputs, choose
 from ..caches.contiguous import KVCache
-from ..caches.lengths import Bounded, bound_of
+from ..caches.lengths import Bounded
 from ..errors import Unsupported
 from ..frameworks.torch_run import dense, follow_threads, giver, spec, tensor
 from ..mask import Mask, causal, keys
@@ -93,7 +93,8 @@ class ShardedKVCache(Bounded):
         self.local.check_tokens(k, v, f"{B}, T", (B,))
         T = k.shape[1]
         new, most = self.local.counts(lengths, T)
-        self._bound = bound_of(self.lengths, after := self.lengths + new, self._bound + most, self.capacity)
+        after = self.lengths + new
+        self.grow(after, most, self.capacity)
         # for each sequence the first new token of this rank, and the number of its tokens
         first = (rank - self.lengths.long()) % world
         taken = ((new - first + world - 1) // world).clamp(min=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -246,7 +246,7 @@ class Attention(nn.Module):
         self.q_proj = Linear(width, self.heads * self.head_dim, bias=bias)
         self.k_proj, self.v_proj = (Linear(width, self.kv_heads * self.head_dim, bias=bias) for _ in range(2))
         self.o_proj = Linear(self.heads * self.head_dim, width, bias=bias)
-        self.q_norm, self.k_norm = (cast("nn.Module", nn.Identity()) for _ in range(2))
+        self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
 
     def project(self, x: Tensor, turn: Turn | None) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, width] -> rotated q [B, T, Hq, D], rotated k and plain v [B, T, Hk, D]."""
