@@ -7,7 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 WORKERS ?= 3
-PYTEST := $(BIN)/python -m pytest --hypothesis-seed=$(SEED) --seed=$(SEED) -n $(WORKERS) --dist worksteal
+# threads that wait do not spin, because other processes need their core
+PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --hypothesis-seed=$(SEED) --seed=$(SEED) -n $(WORKERS) --dist worksteal
 # a slice of the tests or cases on a GPU, 2/3 the second of three; the commit's name where git knows none
 PART ?= 1/1
 COMMIT ?=

@@ -72,3 +72,15 @@ def test_codes_of_small_values(kind: str, size: float, rng: np.random.Generator)
     error = (found.cpu() - want).abs().max().item()
     # o is rounded to float16, whose smallest numbers are multiples of 6e-8
     assert error <= 2e-3 * want.abs().max().item() + 6e-8
+
+
+def test_lengths_that_were_changed_in_place_are_read() -> None:
+    cache = saccade.KVCache(2, 6, 1, 16, dtype=torch.float32, device=DEVICE)
+    tokens = torch.ones(2, 2, 1, 16, device=DEVICE)
+    cache.append(tokens, tokens)
+    cache.lengths[0] = 5
+    with pytest.raises(ValueError, match="sequence 0 holds 5 tokens and would take 2 more; expected at most 6"):
+        cache.append(tokens, tokens)
+    cache.lengths[0] = 4
+    cache.append(tokens, tokens)
+    assert cache.lengths.tolist() == [6, 4]

@@ -172,6 +172,23 @@ def test_lengths_that_were_assigned_are_read(kind: str) -> None:
         cache.append(tokens, tokens)
 
 
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_lengths_that_were_changed_in_place_are_read(kind: str) -> None:
+    torch = pytest.importorskip("torch")
+    put, dtype = (np.array, "float32") if kind == "numpy" else (torch.tensor, torch.float32)
+    cache, tokens = saccade.KVCache(2, 6, 1, 2, dtype=dtype), put(np.ones((2, 2, 1, 2), np.float32))
+    for length, words in (
+        (5, "sequence 0 holds 5 tokens and would take 2 more"),
+        (-1, r"the cache has lengths \[-1, 0\]"),
+    ):
+        cache.lengths[0] = length
+        with pytest.raises(ValueError, match=words):
+            cache.append(tokens, tokens)
+    cache.lengths[0] = 4
+    cache.append(tokens, tokens)
+    assert np.asarray(cache.lengths).tolist() == [6, 2]
+
+
 def test_lengths_on_a_device_are_bounded_without_waiting() -> None:
     torch = pytest.importorskip("torch")
     cache = saccade.KVCache(3, 8, 1, 2, dtype=torch.float32, device="meta")

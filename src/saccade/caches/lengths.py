@@ -11,17 +11,18 @@ UNKNOWN = 1 << 62
 
 
 class Bounded:
-    """A cache whose `lengths` [B] have an upper bound that the host knows. Lengths that are assigned have none."""
+    """A cache whose `lengths` [B] have an upper bound that the host knows. Lengths that the user changed have none."""
 
     _lengths: Any
+    _followed: Any = None
     _bound = 0
 
     @property
     def lengths(self) -> Any:
         """int32 [batch]: the tokens of each sequence.
 
-        If lengths were assigned, the next append reads them. Raises TypeError for another kind of array, and ValueError
-        for others than integers [batch].
+        If lengths were assigned, or changed in place, the next append reads them. Raises TypeError for another kind of
+        array, and ValueError for others than integers [batch].
         """
         return self._lengths
 
@@ -35,17 +36,25 @@ class Bounded:
 
     def follow(self, lengths: Any) -> None:
         """Use this array of the same numbers, without reading it: a captured graph needs lengths at one address."""
-        self._lengths = lengths
+        self._lengths = self._followed = lengths
 
     def grow(self, after: Any, most: int, capacity: int) -> None:
         """Before tokens are written: raise ValueError if one of the lengths `after` [B] exceeds the capacity.
 
-        most: an upper bound of each sequence's new tokens. Lengths are read only if the bound exceeds the capacity.
+        most: an upper bound of each sequence's new tokens. Lengths on a device are read only if the bound exceeds the
+        capacity, or if they were changed in place.
         """
-        bound = self._bound + most
+        kept = self._lengths is self._followed or _unchanged(self._lengths)
+        bound = self._bound + most if kept else UNKNOWN
         if bound > capacity:
             bound = _longest(self._lengths, after, capacity)
         self._bound = bound
+
+
+def _unchanged(lengths: Any) -> bool:
+    # lengths in memory are read at once; torch counts changes in place, but not of tensors of inference mode
+    on_device = not getattr(lengths, "is_cpu", True)
+    return on_device and (lengths.is_inference() or lengths._version == 0)
 
 
 def _longest(lengths: Any, after: Any, capacity: int) -> int:
