@@ -41,7 +41,7 @@ class Bounded:
     def grow(self, after: Any, most: int, capacity: int) -> None:
         """Before tokens are written: raise ValueError if one of the lengths `after` [B] exceeds the capacity.
 
-        most: an upper bound of each sequence's new tokens. Lengths on a device are read only if the bound exceeds the
+        most: an upper bound of each sequence's new tokens. Lengths of torch are read only if the bound exceeds the
         capacity, or if they were changed in place.
         """
         kept = self._lengths is self._followed or _unchanged(self._lengths)
@@ -52,9 +52,10 @@ class Bounded:
 
 
 def _unchanged(lengths: Any) -> bool:
-    # lengths in memory are read at once; torch counts changes in place, but not of tensors of inference mode
-    on_device = not getattr(lengths, "is_cpu", True)
-    return on_device and (lengths.is_inference() or lengths._version == 0)
+    # torch counts changes in place, except those in inference mode; other arrays are in memory, and are read at once
+    if not hasattr(lengths, "is_cpu"):
+        return False
+    return not lengths.is_cpu if lengths.is_inference() else lengths._version == 0
 
 
 def _longest(lengths: Any, after: Any, capacity: int) -> int:
