@@ -7,6 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .arrays import Array, ArrayOrList, ArrayT, cast, is_torch, namespace
+from .operands import number
+
+# of `rope`, with their defaults
+OPTIONS: dict[str, Any] = {"base": 10000.0, "interleaved": False, "inverse": False, "frequencies": None, "factor": 1.0}
+POSITIVE = "a finite number above 0"
 
 
 class Turn(NamedTuple):
@@ -43,8 +48,9 @@ def rope(
         in float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: D is odd, or the shapes of x, positions and frequencies do not fit.
-        TypeError: x is a NumPy array and positions a torch tensor.
+        ValueError: D is odd, the shapes of x, positions and frequencies do not fit, base is not finite and above 0, or
+            factor is not finite.
+        TypeError: x is a NumPy array and positions a torch tensor; or an option has another type.
 
     Examples:
         >>> x = torch.randn(2, 1024, 8, 64)
@@ -56,17 +62,19 @@ def rope(
     return cast(rotated(cast(x, turn.cos.dtype), *turn), x.dtype)
 
 
-def turning(
-    x: Any,
-    positions: Any,
-    *,
-    base: float = 10000.0,
-    interleaved: bool = False,
-    inverse: bool = False,
-    frequencies: Any = None,
-    factor: float = 1.0,
-) -> Turn:
-    """The rotation that `rope` applies to x; arguments and errors are those of `rope`."""
+def turning(x: Any, positions: Any, **options: Any) -> Turn:
+    """The rotation that `rope` applies to x; arguments and errors are those of `rope`. TypeError for other options."""
+    if unknown := options.keys() - OPTIONS.keys():
+        raise TypeError(f"rotation has {', '.join(map(str, unknown))}; expected options of rope: {', '.join(OPTIONS)}")
+    base, interleaved, inverse, frequencies, factor = (OPTIONS | options).values()
+    if number("base", base, POSITIVE) <= 0:
+        raise ValueError(f"base is {base}; expected {POSITIVE}")
+    number("factor", factor, "a finite number")
+    for name, value in (("interleaved", interleaved), ("inverse", inverse)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}; expected True or False")
+    if frequencies is not None and not hasattr(frequencies, "shape"):
+        raise TypeError(f"frequencies is a {type(frequencies).__name__}; expected an array [D / 2]")
     shape, D = tuple(x.shape), x.shape[-1]
     if len(shape) not in (3, 4) or D % 2:
         raise ValueError(f"x has shape {list(shape)}; expected [B, T, H, D] or [T, H, D] with D even")

@@ -66,6 +66,31 @@ def decoded(lengths: tuple[int, ...], queries: int, sinks: bool) -> dict[str, fl
     return found
 
 
+def shortened(way: str) -> float:
+    """How far o is from one process's after lengths were assigned, or changed in place, and more tokens appended."""
+    one, many = caches((13, 9))
+    q, more = draw(3, 2, 1, 4, 6), draw(4, 2, 3, 2, 6)
+    apart = 0.0
+    for lengths in ((4, 7), (0, 6)):
+        for cache in (one, many):
+            if way == "assigned":
+                cache.lengths = torch.tensor(lengths)
+            else:
+                cache.lengths[0], cache.lengths[1] = lengths
+        apart = max(apart, float((saccade.decode(q, one) - decode(q, many)).abs().max()))
+        for cache in (one, many):
+            cache.append(more, more[..., :5])
+        assert many.lengths.tolist() == [n + 3 for n in lengths]
+        apart = max(apart, float((saccade.decode(q, one) - decode(q, many)).abs().max()))
+    return apart
+
+
+@pytest.mark.parametrize("way", ["assigned", "in place"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_lengths_can_be_set(size: int, way: str) -> None:
+    assert max(world(size).run(shortened, way)) <= 1e-12
+
+
 @pytest.mark.sample(10)
 @pytest.mark.parametrize("queries", [1, 2])
 @pytest.mark.parametrize("lengths", LENGTHS)

@@ -38,6 +38,20 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.parametrize("name", ["checkpoint-500/model.pt", "checkpoint-notes.txt", "loss.svg"])
+def test_files_of_other_programs_stay(name: str, tmp_path: Path) -> None:
+    out, other = tmp_path / "run", tmp_path / "run" / name
+    other.parent.mkdir(parents=True)
+    other.write_text("mine")
+    told = saccade("train", "--out", out, *SHORT, status=2).stderr
+    assert f"already holds {name.partition('/')[0]}" in told
+    assert "--overwrite" in told
+    assert [path for path in out.rglob("*") if path.is_file()] == [other]
+    saccade("train", "--out", out, *SHORT, "--overwrite")
+    # the pictures of a run are replaced
+    assert other.exists() == (name != "loss.svg")
+
+
 @pytest.mark.parametrize("index", ["whole", "damaged"])
 def test_no_weights_of_a_sharded_model_are_left(index: str, finished: Path, tmp_path: Path) -> None:
     from saccade.models.weights import weight_files

@@ -189,6 +189,30 @@ def test_lengths_that_were_changed_in_place_are_read(kind: str) -> None:
     assert np.asarray(cache.lengths).tolist() == [6, 2]
 
 
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "int64"])
+def test_lengths_of_another_dtype_are_converted(kind: str, dtype: str) -> None:
+    """Sums of uint8 would wrap around."""
+    torch = pytest.importorskip("torch")
+    put = np.array if kind == "numpy" else torch.tensor
+    cache = saccade.KVCache(1, 300, 1, 2, dtype="float32" if kind == "numpy" else torch.float32)
+    tokens = put(np.ones((1, 20, 1, 2), np.float32))
+    start = 250 if dtype != "int16" else 280
+    cache.lengths = put(np.array([start], dtype))
+    assert (int(cache.lengths[0]), str(cache.lengths.dtype).rpartition(".")[2]) == (start, "int32")
+    cache.append(tokens, tokens)
+    assert int(cache.lengths[0]) == start + 20
+    if dtype == "int64":
+        cache.lengths = put(np.array([2**32 + 3]))
+        with pytest.raises(ValueError, match="expected at most 300, the capacity"):
+            cache.append(tokens, tokens)
+
+
+def test_a_dtype_is_given() -> None:
+    with pytest.raises(TypeError, match="dtype is None; expected one of float32"):
+        saccade.KVCache(1, 4, 1, 2, dtype=None)
+
+
 def test_lengths_on_a_device_are_bounded_without_waiting() -> None:
     torch = pytest.importorskip("torch")
     cache = saccade.KVCache(3, 8, 1, 2, dtype=torch.float32, device="meta")

@@ -135,6 +135,19 @@ def test_crop_that_no_checkpoint_allows() -> None:
         model.make_caches(1, 20, every=0)
 
 
+@pytest.mark.parametrize("length", [3.5, 4.0, True, None])
+@torch.no_grad()
+def test_a_refused_crop_changes_nothing(length) -> None:
+    model, ids = made("griffin"), tokens(2, 12)
+    caches = model.make_caches(2, 20, every=4)
+    model(ids[:, :11], caches=caches)
+    with pytest.raises(TypeError, match=r"length is .*; expected an integer"):
+        model.crop(caches, length)
+    torch.testing.assert_close(model(ids[:, 11:], caches=caches), model(ids)[:, 11:], **CLOSE)
+    with pytest.raises(TypeError, match=r"every is 2\.5; expected an integer"):
+        model.make_caches(1, 20, every=2.5)
+
+
 @torch.no_grad()
 def test_crop_of_keys_alone_reads_nothing_again() -> None:
     model = made("attention")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -119,6 +121,30 @@ def test_continuations_are_text(token: int, ids: list[int]) -> None:
     tokenizer = foreign(None)
     assert np.flatnonzero(tokenizer.continuations(token)).tolist() == ids
     assert (tokenizer.begin, tokenizer.special) == (None, [4, 5])
+
+
+def test_bytes_of_a_vocabulary_are_no_text() -> None:
+    """The name of the token of a byte, such as <0x0A>, begins with <, and its text does not."""
+    inner = pytest.importorskip("tokenizers")
+    raw = {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    vocabulary = {"<unk>": 0, "<": 1, "<a": 2} | raw | {"a": 259}
+    made = inner.Tokenizer(
+        inner.models.BPE(vocab=vocabulary, merges=[("<", "a")], byte_fallback=True, unk_token="<unk>")
+    )
+    made.add_special_tokens(["<unk>"])
+    assert np.flatnonzero(Bpe(made).continuations(1)).tolist() == [1, 2]
+    assert np.flatnonzero(Bpe(made).continuations(raw["<0x0A>"])).tolist() == [raw["<0x0A>"]]
+
+
+def test_a_file_for_training_in_batches_cuts_and_fills_no_text(tmp_path: Path) -> None:
+    made = Bpe.train(["alpha beta gamma"], 300)
+    whole = made.encode(["alpha beta gamma"])[0].tolist()
+    made.inner.enable_truncation(2)
+    made.inner.enable_padding(length=60, pad_id=0, pad_token="<|end|>")
+    made.save(tmp_path / "tokenizer.json")
+    loaded = load_tokenizer(tmp_path / "tokenizer.json")
+    assert loaded.encode(["alpha beta gamma", "a"])[0].tolist() == whole
+    assert loaded.opening("alpha beta gamma") == ([], whole)
 
 
 def test_a_text_begins_with_the_special_tokens_of_its_tokenizer() -> None:

@@ -214,6 +214,14 @@ def test_positions_are_relative() -> None:
         torch.testing.assert_close(model(tokens, torch.arange(16) + 100), model(tokens), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("shape", [(1,), (2, 1), (), (3,), (3, 2)])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_positions_have_the_shape_of_the_tokens(kind: str, shape: tuple[int, ...]) -> None:
+    model, tokens = small() if kind == "llama" else Gpt2(Gpt2Config(**GPT2)), some_tokens(2, 2)
+    with pytest.raises(ValueError, match=r"positions has shape .*; expected \[T\] = \[2\] or \[B, T\] = \[2, 2\]"):
+        model(tokens, torch.zeros(shape, dtype=torch.int64))
+
+
 def test_checkpoint_holds_everything(tmp_path) -> None:
     model, settings = small(), Settings()
     optimizer = make_optimizer(model, settings)

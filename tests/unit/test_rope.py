@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from saccade import rope
+from saccade import KVCache, PagedKVCache, rope
 
 
 def by_hand(x: np.ndarray, positions: np.ndarray, base: float, interleaved: bool) -> np.ndarray:
@@ -61,6 +63,31 @@ def test_bad_arguments() -> None:
         rope(np.ones((2, 8)), np.arange(2))
     with pytest.raises(ValueError, match="positions has shape"):
         rope(np.ones((3, 2, 1, 8)), np.zeros((2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"base": -1e4}, ValueError, "base is -10000.0; expected a finite number above 0"),
+        ({"base": np.nan}, ValueError, "base is nan; expected a finite number above 0"),
+        ({"base": "1e4"}, TypeError, r"base is '1e4' \(str\); expected a finite number"),
+        ({"factor": None}, TypeError, "factor is None"),
+        ({"interleaved": "half"}, TypeError, "interleaved is 'half'; expected True or False"),
+        ({"inverse": 1}, TypeError, "inverse is 1; expected True or False"),
+        ({"frequencies": [1.0] * 4}, TypeError, r"frequencies is a list; expected an array \[D / 2\]"),
+        ({"theta": 1e4}, TypeError, "rotation has theta; expected options of rope: base, interleaved"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+def test_bad_options(options: dict[str, Any], error: type[Exception], words: str, kind: str) -> None:
+    k = np.ones((1, 5, 1, 8), np.float32)
+    if "theta" not in options:
+        with pytest.raises(error, match=words):
+            rope(k, np.arange(5), **options)
+    cache: Any = KVCache(1, 20, 1, 8) if kind == "contiguous" else PagedKVCache(2, 16, 1, 8)
+    tokens = (k, k) if kind == "contiguous" else ([cache.add()], k[0], k[0])
+    with pytest.raises(error, match=words):
+        cache.append(*tokens, rotation=options)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

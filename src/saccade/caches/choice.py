@@ -14,6 +14,8 @@ from .storage import Arrays, NumpyArrays
 
 def arrays_for(dtype: Any, device: Any) -> Arrays:
     """The arrays of a cache: NumPy arrays, unless dtype is a torch dtype or device is one of torch's or WebGPU's."""
+    if dtype is None:
+        raise TypeError(f"dtype is None; expected one of {', '.join(DTYPES)}")
     arrays = _arrays_for(dtype, device)
     if (name := str(arrays.dtype).rpartition(".")[2]) not in DTYPES:
         codes = "; codes of numbers are stored with quantised=" if "8" in name else ""

@@ -132,6 +132,7 @@ def run(out: Path, settings: dict[str, Any], again: str, pictures: str, *, as_js
         print(json.dumps(kept_summary(out)) if as_json else next_lines(out))
         return
     with show.working(console, "loading PyTorch") as say:
+        refuse_pictures(again, out)
         chosen = {"resume": again == "resume", "overwrite": again == "overwrite"}
         trainer = make_trainer(out, settings, **options, **chosen, say=say)
     if trainer.main and not trainer.resumed:
@@ -143,6 +144,18 @@ def run(out: Path, settings: dict[str, Any], again: str, pictures: str, *, as_js
         summary = summarise(trainer)
         summary["pictures"] = draw_pictures(trainer, console, pictures)
         print(json.dumps(summary) if as_json else summary_lines(summary))
+
+
+def refuse_pictures(again: str, out: Path) -> None:
+    """Raise ValueError if a new run would replace pictures that belong to no run."""
+    from saccade.models.training import FILES
+
+    names = [path.name for path in pictures_of(out)]
+    if names and not again and not any((out / name).exists() for name in FILES):
+        raise ValueError(
+            f"{out} already holds {' and '.join(names)}; replace them with --overwrite, or choose another folder with "
+            "--out"
+        )
 
 
 def with_preset(name: str | None, settings: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from .. import api
 from ..arrays import ArrayOrTuple
 from ..backends import Inputs, choose
 from ..caches.contiguous import KVCache
-from ..caches.lengths import Bounded
+from ..caches.lengths import Bounded, unchanged
 from ..errors import Unsupported
 from ..frameworks.torch_run import dense, follow_threads, giver, spec, tensor
 from ..mask import Mask, causal, keys
@@ -73,10 +73,21 @@ class ShardedKVCache(Bounded):
         **options: Any,
     ) -> None:
         self.peers = peers_of(group)
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype is {dtype!r}; expected a dtype of torch, such as torch.bfloat16")
         share = -(-(capacity - self.peers.rank) // self.peers.world)
         self.local = KVCache(batch, max(0, share), kv_heads, head_dim, dtype=dtype, **options)
         self.capacity = capacity
         self._lengths = self.local.lengths.clone()
+
+    def _assigned(self) -> None:
+        rank, world = self.peers.rank, self.peers.world
+        self.local.lengths = (self._lengths - rank + world - 1) // world
+
+    def settle(self) -> None:
+        """Let the tokens of this rank be those of lengths that were changed in place."""
+        if not unchanged(self._lengths):
+            self._assigned()
 
     @property
     def positions(self) -> Tensor:
@@ -89,6 +100,7 @@ class ShardedKVCache(Bounded):
         k: [batch, T, kv_heads, head_dim]; v likewise. lengths: int [batch], how many of the T tokens, from the first
         on, each sequence takes; None for all. Raises the errors of `KVCache.append`, on every rank.
         """
+        self.settle()
         (B,), (rank, world) = self.lengths.shape, (self.peers.rank, self.peers.world)
         self.local.check_tokens(k, v, f"{B}, T", (B,))
         T = k.shape[1]
@@ -155,6 +167,7 @@ def decode(
         >>> cache.append(k, v)
         >>> o = decode(q, cache)
     """
+    cache.settle()
     with taking_part(cache.peers):
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "backend": backend}
         check_kind(mask)

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from ..caches.paged import PagedKVCache
 from ..caches.prefixes import PrefixCache
+from ..caches.storage import whole
 from .blocks import Decoder
 from .drafts import Draft, Text, Tree, depth_of, walk
 from .replay import AHEAD, PagedSteps
-from .sampling import CHUNK, Sampler, allow, check_lengths, check_prompts
+from .sampling import CHUNK, Sampler, allow, check_draws, check_lengths, check_prompts
 from .stores import PagedTokens
 
 
@@ -80,7 +81,8 @@ def serve(
         >>> model = Llama(LlamaConfig(vocab_size=100))
         >>> texts = dict(serve(model, [[1, 2, 3], [1, 2], [9]], 8, Sampler(0.8), batch=2))
     """
-    if batch < 1 or page_size < 1:
+    check_draws(tokens, sampler, seed)
+    if whole("batch", batch) < 1 or whole("page_size", page_size) < 1:
         raise ValueError(f"batch is {batch} and page_size {page_size}; expected at least 1 of both")
     _check_rows(model, rows, batch, draft)
     check_prompts(prompts, model.config.vocab_size)

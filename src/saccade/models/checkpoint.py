@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,21 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer) ->
     return state
 
 
+def remove_folders(out: Path, but: str = "") -> None:
+    """Remove the checkpoints of ranks from a run's folder, except one; folders of other programs stay."""
+    for folder in out.glob("checkpoint-*"):
+        # torch.distributed.checkpoint writes such files
+        if folder.name != but and any(folder.glob("*.distcp")):
+            shutil.rmtree(folder)
+
+
 def _restore(optimizer: Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    # all parameters have the same entries, and none before the first step
-    every = {name.rpartition(".")[2] for name in tensors if name.startswith("optimizer.")}
+    names = [name.removeprefix("optimizer.").rpartition(".") for name in tensors if name.startswith("optimizer.")]
+    stored, every = {name for name, _, _ in names}, {entry for _, _, entry in names}
     for name, parameter in model.named_parameters():
-        # clones, because a tensor of the file may be unaligned, and the rounding of sums depends on alignment
-        entries = {key: tensors[f"optimizer.{name}.{key}"].clone().to(parameter.device) for key in every}
-        if entries:
+        # a parameter without a gradient so far has no entries, the others have all
+        optimizer.state.pop(parameter, None)
+        if name in stored:
+            # clones, because a tensor of the file may be unaligned, and the rounding of sums depends on alignment
+            entries = {key: tensors[f"optimizer.{name}.{key}"].clone().to(parameter.device) for key in every}
             optimizer.state[parameter] = entries

@@ -266,11 +266,11 @@ class Hybrid(Decoder):
     def crop(self, caches: StackCache, length: int, backend: Where = None) -> None:
         """Cut every sequence to `length` tokens: go back to the nearest copy of the states and read the rest again.
 
-        Raises ValueError as `StackCache.rewind`.
+        Raises TypeError and ValueError as `StackCache.rewind`.
         """
         undo = caches.undoing()
-        again = caches.rewind(length)
         try:
+            again = caches.rewind(length)
             if again.shape[1]:
                 self.hidden(again, caches=caches, backend=backend)
         except BaseException:

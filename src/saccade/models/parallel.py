@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
@@ -32,6 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ..distributed import ContextParallel
+from .checkpoint import remove_folders
 from .data import Batch
 from .files import read_object, write_atomic
 from .hybrid import Hybrid
@@ -164,9 +164,7 @@ class ParallelTrainer(Trainer):
         state_dict_saver.save(self._tensors(), checkpoint_id=str(self.out / folder))
         if self.main:
             write_atomic(self.out / RANKS, json.dumps({"folder": folder, "progress": asdict(self.progress)}).encode())
-            for old in self.out.glob("checkpoint-*"):
-                if old.name != folder:
-                    shutil.rmtree(old)
+            remove_folders(self.out, folder)
         dist.barrier()
 
     def _read(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..caches.contiguous import KVCache
+from ..caches.storage import whole
 from .blocks import Decoder
 from .drafts import Draft, Text, end_of, speculate
 from .fields import is_whole
@@ -99,7 +100,7 @@ def generate(
     probabilities. Rounding may differ, because a call reads more rows, and then decides between almost equal logits.
     On an NVIDIA GPU, without keep and draft, steps after the first token are replays of one CUDA graph.
     Raises ValueError if prompt and new tokens exceed the model's positions, for tokens that the model does not have,
-    and for drafts with keep or with states.
+    and for drafts with keep or with states; TypeError for arguments of other types.
 
     Examples:
         >>> from saccade.models.llama import Llama, LlamaConfig
@@ -108,6 +109,7 @@ def generate(
         >>> text = [token for (token,) in generate(model, [[1, 2, 3]], 8, Sampler(0.8))]
     """
     check_prompts(prompts, model.config.vocab_size)
+    check_draws(tokens, sampler, seed)
     config, longest = model.config, max((len(prompt) for prompt in prompts), default=0)
     capacity = longest + tokens
     if keep is not None:
@@ -153,8 +155,16 @@ def generate(
         logits = model(drawn[:, None], caches=caches, backend=backend)[:, -1]
 
 
+def check_draws(tokens: int, sampler: Sampler, seed: int) -> None:
+    """Raises TypeError for arguments of other types."""
+    if not isinstance(sampler, Sampler):
+        raise TypeError(f"sampler is {sampler!r}; expected a Sampler, such as Sampler(0.8)")
+    whole("tokens", tokens)
+    whole("seed", seed)
+
+
 def _check_chunk(chunk: int | None) -> None:
-    if chunk is not None and chunk < 1:
+    if chunk is not None and whole("chunk", chunk) < 1:
         raise ValueError(f"chunk is {chunk}; expected at least 1 token, or None")
 
 
@@ -184,6 +194,8 @@ def check_lengths(
             )
     if first is None:
         return
+    if not isinstance(first, np.ndarray):
+        raise TypeError(f"first is a {type(first).__name__}; expected a NumPy array, bool [{len(prompts)}, n]")
     if first.ndim != 2 or len(first) != len(prompts) or first.dtype != bool:
         raise ValueError(
             f"first is {first.dtype} {list(first.shape)}; expected bool [{len(prompts)}, n], one row a prompt"
@@ -227,7 +239,7 @@ def _check_keep(model: Decoder, keep: tuple[int, int], quantised: str | None) ->
         )
     if getattr(model.config, "index_topk", 0):
         raise ValueError("keep is given, and the keys of the model's indexer would not be rotated again; leave it out")
-    if len(keep) != 2 or not all(map(is_whole, keep)) or keep[0] < 0 or keep[1] < 1:
+    if not isinstance(keep, Sequence) or len(keep) != 2 or not all(map(is_whole, keep)) or keep[0] < 0 or keep[1] < 1:
         raise ValueError(f"keep is {keep}; expected sinks of at least 0 and a window of at least 1, integers")
 
 

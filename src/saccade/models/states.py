@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..caches.contiguous import KVCache
+from ..caches.storage import whole
 from ..distributed.context import ContextParallel, Where
 
 # cosine and sine of every position's angles [.., T, 1, D / 2]
@@ -93,7 +94,7 @@ class StackCache:
     def __init__(
         self, layers: list[KVCache | State], batch: int, every: int | None = None, device: torch.device | None = None
     ) -> None:
-        if every is not None and every < 1:
+        if every is not None and whole("every", every) < 1:
             raise ValueError(f"every is {every}; expected at least 1 token between checkpoints of states, or None")
         self.layers, self.every = layers, every
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -194,9 +195,10 @@ class StackCache:
     def rewind(self, length: int) -> Tensor:
         """Go back to the last copy at or before `length` tokens; returns the tokens to read again, [B, n].
 
-        Raises ValueError for a length that is not in the past, for sequences of different lengths, and if states must
-        be cut but were not copied.
+        Raises TypeError for a length that is not an integer, and ValueError for one that is not in the past, for
+        sequences of different lengths, and if states must be cut but were not copied.
         """
+        length = whole("length", length)
         longest = int(self.lengths.max()) if len(self.lengths) else 0
         if not 0 <= length <= longest or bool((self.lengths != longest).any()):
             raise ValueError(

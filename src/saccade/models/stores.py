@@ -99,8 +99,7 @@ def undoing(caches: Sequence[Cached] | StackCache) -> Callable[[], None]:
         if isinstance(cache, PagedTokens):
             pages += [(cache.pages, one, cache.pages.length(one)) for one in cache.sequences]
         elif not isinstance(cache, PagedStep):
-            stores = [cache, cache.local] if isinstance(cache, ShardedKVCache) else [cache]
-            undone += [(store, store.lengths) for store in stores]
+            undone.append((cache, cache.lengths))
 
     def undo() -> None:
         for store, lengths in undone:
@@ -123,6 +122,8 @@ def unless_failed(hidden: Callable[..., Tensor]) -> Callable[..., Tensor]:
         caches: Any = None,
         backend: Where = None,
     ) -> Tensor:
+        if positions is not None:
+            check_positions(positions, tokens)
         if caches is None:
             return hidden(model, tokens, positions, mask, None, backend)
         if len(caches) != len(model.blocks):
@@ -138,6 +139,15 @@ def unless_failed(hidden: Callable[..., Tensor]) -> Callable[..., Tensor]:
             raise
 
     return call
+
+
+def check_positions(positions: Tensor, tokens: Tensor) -> None:
+    """Raise ValueError unless positions are [T], [1, T] or [B, T] for tokens [B, T]."""
+    B, T = tokens.shape
+    if tuple(positions.shape) not in ((T,), (1, T), (B, T)):
+        raise ValueError(
+            f"positions has shape {list(positions.shape)}; expected [T] = [{T}] or [B, T] = [{B}, {T}], as the tokens"
+        )
 
 
 def positions_of(tokens: Tensor, caches: Sequence[Cached] | None, backend: Where = None) -> Tensor:

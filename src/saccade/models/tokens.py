@@ -6,6 +6,7 @@ Id 0 is the end-of-document token in both. It starts and ends every document and
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -24,6 +25,8 @@ BPE_SAMPLE = 4_000_000
 BPE_SAMPLE_PER_TOKEN = 244
 KINDS = ("bpe", "bytes")
 TOKENIZER, FORMAT = "tokenizer.json", "tokenizer_config.json"
+# the name of a byte
+RAW = re.compile("<0x[0-9A-F]{2}>")
 
 
 class Tokenizer(Protocol):
@@ -81,6 +84,9 @@ class Bpe:
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         self.inner = inner
+        # they are for training in batches, and would cut or fill a prompt
+        inner.no_truncation()
+        inner.no_padding()
         # the numbers of tokens may have gaps
         self.vocab_size: int = 1 + max(inner.get_vocab().values(), default=-1)
         self.begin: int | None = inner.token_to_id(END_TEXT)
@@ -88,6 +94,9 @@ class Bpe:
             # one of `train`, whose end token has no text: "<|end|>" in a text is ordinary characters
             inner.encode_special_tokens = True
         self.special = [i for i, token in inner.get_added_tokens_decoder().items() if token.special]
+        # of a vocabulary that writes unknown characters as bytes: a name is not the text of its token
+        raw = [i for text, i in inner.get_vocab().items() if RAW.fullmatch(text)]
+        self.raw = raw if len(raw) == 256 else []
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Bpe:
@@ -128,7 +137,7 @@ class Bpe:
         start = self.inner.id_to_token(token) or ""
         allowed = np.zeros(self.vocab_size, bool)
         allowed[[i for text, i in self.inner.get_vocab().items() if text.startswith(start)]] = True
-        allowed[self.special] = False
+        allowed[[*self.special, *self.raw]] = False
         allowed[token] = True
         return allowed
 

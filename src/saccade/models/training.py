@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import encode_checkpoint, load_checkpoint, read_state
+from .checkpoint import encode_checkpoint, load_checkpoint, read_state, remove_folders
 from .data import Batch
 from .files import naming, temporary, write_atomic, write_together
 from .loading import device_of
@@ -123,6 +122,7 @@ class Trainer:
                 )
             return self._stored()
         files = [name for name in FILES if (self.out / name).exists()]
+        files += sorted(path.name for path in self.out.glob("checkpoint-*"))
         if files:
             raise ValueError(
                 f"{self.out} already holds {' and '.join(files[:2])}; continue that run with --resume, replace it with "
@@ -149,8 +149,7 @@ class Trainer:
         for name in (CHECKPOINT, RANKS, WEIGHTS, FORMAT):
             (self.out / name).unlink(missing_ok=True)
         remove_shards(self.out)
-        for folder in self.out.glob("checkpoint-*"):
-            shutil.rmtree(folder)
+        remove_folders(self.out)
         save_tokenizer(self.tokenizer, self.out, self.settings.context)
         write_atomic(self.out / CONFIG, json.dumps(self.model.config.to_dict(), indent=2).encode())
         write_atomic(self.out / LOSSES, b"")

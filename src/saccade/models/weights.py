@@ -45,7 +45,9 @@ def save_weights(path: str | Path, weights: nn.Module | Mapping[str, Any]) -> No
 def read_config(directory: Path) -> dict[str, Any]:
     """The contents of `config.json`, without keys that are null, except those in `NULLS`.
 
-    Raises FileNotFoundError without it, and ValueError if it is not a JSON object or a field has an impossible value.
+    The `eos_token_id` of `generation_config.json` takes precedence: chat models end their turns with it. Its options of
+    sampling are not read. Raises FileNotFoundError without `config.json`, and ValueError if a file is not a JSON object
+    or a field has an impossible value.
     """
     path = directory / "config.json"
     if not path.exists():
@@ -54,6 +56,10 @@ def read_config(directory: Path) -> dict[str, Any]:
         name: value for name, value in read_object(path).items() if value is not None or name in NULLS
     }
     check_fields(values, CONFIG, str(path))
+    generation = directory / "generation_config.json"
+    if generation.exists() and (ends := read_object(generation).get("eos_token_id")) is not None:
+        check_fields({"eos_token_id": ends}, CONFIG, str(generation))
+        values["eos_token_id"] = ends
     for name in ("rope_scaling", "rope_parameters"):
         check_fields(values.get(name, {}), ROPE, f"{path}: {name}")
     return values
