@@ -56,6 +56,9 @@ def test_null_is_no_end_token(name: str, tmp_path) -> None:
     """A null that says that no token ends a text is not read as a missing end token."""
     saved(name, tmp_path)
     edit(tmp_path, eos_token_id=None)
+    # in which transformers has stored the end token, too
+    assert load_model(tmp_path).config.ends != (-1,)
+    (tmp_path / "generation_config.json").unlink()
     assert load_model(tmp_path).config.ends == (-1,)
 
 
