@@ -94,9 +94,6 @@ class Bpe:
             # one of `train`, whose end token has no text: "<|end|>" in a text is ordinary characters
             inner.encode_special_tokens = True
         self.special = [i for i, token in inner.get_added_tokens_decoder().items() if token.special]
-        # of a vocabulary that writes unknown characters as bytes: a name is not the text of its token
-        raw = [i for text, i in inner.get_vocab().items() if RAW.fullmatch(text)]
-        self.raw = raw if len(raw) == 256 else []
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Bpe:
@@ -134,10 +131,12 @@ class Bpe:
         return whole.ids[:before], self.encode([text])[0].tolist()
 
     def continuations(self, token: int) -> np.ndarray:
-        start = self.inner.id_to_token(token) or ""
+        start, vocabulary = self.inner.id_to_token(token) or "", self.inner.get_vocab()
         allowed = np.zeros(self.vocab_size, bool)
-        allowed[[i for text, i in self.inner.get_vocab().items() if text.startswith(start)]] = True
-        allowed[[*self.special, *self.raw]] = False
+        allowed[[i for text, i in vocabulary.items() if text.startswith(start)]] = True
+        # of a vocabulary that writes unknown characters as bytes: a name is not the text of its token
+        raw = [i for text, i in vocabulary.items() if RAW.fullmatch(text)]
+        allowed[self.special + (raw if len(raw) == 256 else [])] = False
         allowed[token] = True
         return allowed
 
