@@ -68,8 +68,11 @@ def fused(model: Decoder, rows: int) -> Generator[None]:
     """While it is open, norms, projections and feed-forward layers of the model are compiled, each kind once.
 
     rows: of the products. Triton reads the weights for one row faster than cuBLAS, with tiles that torch searches for.
+    What two products of one row make together is stored once: else each program of the next product computes it again.
     """
-    options: dict[str, Any] = {"coordinate_descent_tuning": rows == 1}
+    one = rows == 1
+    options: dict[str, Any] = {"coordinate_descent_tuning": one}
+    finish = {**options, "realize_acc_reads_threshold": 1} if one else options
     parts = [
         (module.get_submodule(at), name)
         for module in model.modules()
@@ -80,7 +83,8 @@ def fused(model: Decoder, rows: int) -> Generator[None]:
     with _fusing:
         before = [vars(part).get(name) for part, name in parts]
         for part, name in parts:
-            setattr(part, name, torch.compile(getattr(part, name), dynamic=False, options=options))
+            chosen = finish if name == "finish" else options
+            setattr(part, name, torch.compile(getattr(part, name), dynamic=False, options=chosen))
         try:
             yield
         finally:
