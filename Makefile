@@ -132,7 +132,10 @@ test-gpu: ## the contract suite on an NVIDIA GPU; PART=1/4 runs a slice
 SLICES ?= 40
 test-gpu-log: ## the logs of SLICES=40 slices of test-gpu in one
 	cd $(LOGS) && set -- test-gpu-*-of-$(SLICES).log && test $$# = $(SLICES) && \
-	  test "$$(head -qn 1 "$$@" | sort -u | wc -l)" = 1 && { head -n 1 "$$1" && tail -n +2 "$$@"; } > test-gpu.log
+	  test "$$(head -qn 1 "$$@" | sort -u | wc -l)" = 1 && { head -n 1 "$$1" && \
+	  cat passed-*-of-$(SLICES).txt 2> /dev/null | sort -u | \
+	  awk 'END { if (NR) print NR " tests passed or were skipped, those of interrupted runs included" }' && \
+	  tail -n +2 "$$@"; } > test-gpu.log
 
 # on a machine with several GPUs: what ranks compute over NCCL
 GPUS ?= 4

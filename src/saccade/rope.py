@@ -9,8 +9,6 @@ import numpy as np
 from .arrays import Array, ArrayOrList, ArrayT, cast, is_torch, namespace
 from .operands import number
 
-# of `rope`, with their defaults
-OPTIONS: dict[str, Any] = {"base": 10000.0, "interleaved": False, "inverse": False, "frequencies": None, "factor": 1.0}
 POSITIVE = "a finite number above 0"
 
 
@@ -60,6 +58,10 @@ def rope(
         x, positions, base=base, interleaved=interleaved, inverse=inverse, frequencies=frequencies, factor=factor
     )
     return cast(rotated(cast(x, turn.cos.dtype), *turn), x.dtype)
+
+
+# with their defaults
+OPTIONS: dict[str, Any] = rope.__kwdefaults__ or {}
 
 
 def turning(x: Any, positions: Any, **options: Any) -> Turn:

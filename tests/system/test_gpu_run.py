@@ -92,6 +92,24 @@ def test_tests_that_passed_are_left_out(tmp_path: Path) -> None:
     assert "deselected" in again.stdout
 
 
+def test_logs_of_slices_are_joined(tmp_path: Path) -> None:
+    def join() -> int:
+        words = "make", "test-gpu-log", "SLICES=2", f"LOGS={tmp_path}"
+        return subprocess.run(words, cwd=ROOT, check=False).returncode
+
+    for n, test in ((1, "first"), (2, "second")):
+        assert join()
+        (tmp_path / f"test-gpu-{n}-of-2.log").write_text(f"commit abc\n{test} log\n")
+        (tmp_path / f"passed-abc-{n}-of-2.txt").write_text(f"shared\n{test}\n")
+    assert not join()
+    lines = (tmp_path / "test-gpu.log").read_text().splitlines()
+    assert lines[0] == "commit abc"
+    assert lines[1].startswith("3 tests passed")
+    assert {"first log", "second log"} < set(lines)
+    (tmp_path / "test-gpu-2-of-2.log").write_text("commit def\n")
+    assert join()
+
+
 @pytest.mark.parametrize("part, status", [("2/3", 0), ("1/1", 5)])
 def test_a_slice_may_have_no_chosen_test(part: str, status: int) -> None:
     words = "-q", "-p", "no:cacheprovider", "--part", part, "-k", "absent", "tests/unit/test_imports.py"
