@@ -25,8 +25,11 @@ struct Recurrence {
   // dq, dk, dg and dbeta have B batch entries for each block of columns, one block after the other
   Array dout{}, dq{}, dk{}, dv{}, dg{}, dbeta{};
 
+  int64_t heads = 1;  // neighbours that one task computes in turn, chunk by chunk; their rows are close in memory
+
   int64_t shares() const { return (V + block - 1) / block; }
-  int64_t tasks() const { return N * H * shares(); }
+  int64_t groups() const { return (H + heads - 1) / heads; }
+  int64_t tasks() const { return N * groups() * shares(); }
 };
 
 // one table per instruction set; a task owns a block of the columns of one state

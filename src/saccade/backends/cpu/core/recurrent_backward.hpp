@@ -53,7 +53,9 @@ struct RecurrentBackward : Chunk<T> {
     const auto at = [&](int64_t i) { return this->first + i * step; };
     const auto count = [&](int64_t i) { return min64(step, this->stop - at(i)); };
     const auto forward = [&](int64_t i) {
-      check_stop(), this->load_tokens(at(i), count(i), S), this->advance(count(i), S);
+      check_stop(), this->load_tokens(at(i), count(i), S);
+      this->next = {at(i + 1), min64(at(i + 2), this->stop), this->h, false};
+      this->advance(count(i), S);
     };
     if (!c.causal) {
       for (int64_t i = 0; i < chunks; ++i) forward(i);
@@ -81,9 +83,7 @@ struct RecurrentBackward : Chunk<T> {
     check_stop();
     this->load_queries(t, n), this->load_tokens(t, n, S), load_gradient(t, n);
     const int64_t before = min64(c.chunk, t - this->first);
-    this->fetch_tokens(t - before, before);
-    for (int64_t r = t - before; r < t; ++r)
-      prefetch_row(c.dout, this->at(c.dout, r, this->h) + this->column, Base::values());
+    this->next = {t - before, t, this->h};
     this->weights(n);
     transpose(pad(n), Wp, u, Wp, turned_u, Cp);
     this->lower(n, [&](int64_t r, int64_t rows, int64_t columns) {
@@ -110,7 +110,9 @@ struct RecurrentBackward : Chunk<T> {
   }
   // out[r] = state y_r; turned_y is y transposed
   void states_times(int64_t n, const T* state_, const T* turned_y, T* out) {
-    mm<Plain<T>>(c.F, pad(n), width, turned_y, Cp, state_, Wp, 1, transposed, Cp, false);
+    this->fetching(c.F, [&](int64_t f, int64_t rows) {
+      mm<Plain<T>>(rows, pad(n), width, turned_y, Cp, state_ + f * Wp, Wp, 1, transposed + f * Cp, Cp, false);
+    });
     transpose(Fp, pad(n), transposed, Cp, out, Fp);
   }
   static T dot(const T* y, const T* z, int64_t n) {
@@ -153,7 +155,9 @@ struct RecurrentBackward : Chunk<T> {
     for (int64_t s = 0; s < n; s += 16) f(s, min64(16, n - s), n - s);
   }
   void values(int64_t n) {
-    mm<Plain<T>>(n, Wp, c.F, dS, Wp, kw, Fp, 1, du, Wp, false);
+    this->fetching(n, [&](int64_t r, int64_t rows) {
+      mm<Plain<T>>(rows, Wp, c.F, dS, Wp, kw + r * Fp, Fp, 1, du + r * Wp, Wp, false);
+    });
     upper(n, [&](int64_t s, int64_t rows, int64_t terms) {
       mm<Plain<T>>(rows, Wp, terms, d + s * Wp, Wp, p + s * Cp + s, 1, Cp, du + s * Wp, Wp, true);
     });

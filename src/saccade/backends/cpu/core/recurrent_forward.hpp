@@ -8,10 +8,10 @@ template <class T>
 struct RecurrentForward : Chunk<T> {
   using Base = Chunk<T>;
   using Base::c, Base::Fp, Base::Wp, Base::Cp, Base::q, Base::k, Base::u, Base::p, Base::from;
-  T *S, *o;
+  T *S, *o, *states;
 
   RecurrentForward(const Recurrence& call, int64_t task, Bump& bump) : Base(call, task, bump) {
-    S = bump.take<T>(c.F * Wp), o = bump.take<T>(Cp * Wp);
+    states = bump.take<T>(c.heads * c.F * Wp), o = bump.take<T>(Cp * Wp);
   }
   static int64_t scratch_bytes(const Recurrence& c) {
     Bump bump{nullptr};
@@ -23,28 +23,41 @@ struct RecurrentForward : Chunk<T> {
     RecurrentForward(c, task, bump).run();
   }
 
+  void turn_to(int64_t head) { Base::turn_to(head), S = states + (head - this->first_head) * c.F * Wp; }
+  // f() for each head of the task
+  template <class Body>
+  void each_head(Body f) {
+    for (int64_t head = this->first_head; head < this->stop_head; ++head) turn_to(head), f();
+  }
+
   void run() {
-    this->read_state(c.initial, S);
+    each_head([&] { this->read_state(c.initial, S); });
     if (c.causal) {
-      for (int64_t t = this->first; t < this->stop; t += c.chunk) step(t, min64(c.chunk, this->stop - t));
+      for (int64_t t = this->first; t < this->stop; t += c.chunk)
+        each_head([&] { step(t, min64(c.chunk, this->stop - t)); });
     } else {
-      for (int64_t t = this->first; t < this->stop; t += c.chunk) {
-        const int64_t n = min64(c.chunk, this->stop - t);
-        check_stop(), this->load_keys(t, n), this->advance(n, S);
-      }
-      for (int64_t t = this->first; t < this->stop; t += c.chunk) {
-        const int64_t n = min64(c.chunk, this->stop - t);
-        check_stop(), this->load_queries(t, n), past(n, false), write(t, n);
-      }
+      each_head([&] { of_all(); });
     }
-    this->write_state(S, c.final_state);
+    each_head([&] { this->write_state(S, c.final_state); });
+  }
+  void of_all() {
+    for (int64_t t = this->first; t < this->stop; t += c.chunk) {
+      const int64_t n = min64(c.chunk, this->stop - t);
+      check_stop(), this->load_keys(t, n), this->advance(n, S);
+    }
+    for (int64_t t = this->first; t < this->stop; t += c.chunk) {
+      const int64_t n = min64(c.chunk, this->stop - t);
+      check_stop(), this->load_queries(t, n), past(n, false), write(t, n);
+    }
   }
 
   void step(int64_t t, int64_t n) {
     check_stop();
     this->load_queries(t, n), this->load_tokens(t, n, S);
     if (n == 1) return one(), write(t, 1);
-    this->fetch_tokens(t + n, min64(c.chunk, this->stop - t - n));
+    const bool last = this->h + 1 == this->stop_head;
+    const int64_t following = last ? t + n : t;
+    this->next = {following, min64(following + c.chunk, this->stop), last ? this->first_head : this->h + 1};
     // a NaN or an infinity in a value must not reach earlier tokens, not even times 0
     if (!finite(n)) {
       for (int64_t r = 0; r < n; ++r) step(t + r, 1);
@@ -55,7 +68,7 @@ struct RecurrentForward : Chunk<T> {
       mm<Plain<T>>(rows, Wp, columns, u, Wp, p + r * Cp, Cp, 1, o + r * Wp, Wp, false);
     });
     past(n, true), write(t, n);
-    this->advance(n, S);
+    this->advance(n, S), this->fetch(n);
   }
   // o and the next state of one token, for which the state is read and written once
   void one() {
@@ -91,7 +104,10 @@ struct RecurrentForward : Chunk<T> {
   }
   // what the tokens read from the state
   void past(int64_t n, bool add) {
-    mm<Plain<T>>(n, Wp, c.F, S, Wp, this->weighed(n, q, from, this->outer(), q), Fp, 1, o, Wp, add);
+    const T* rows = this->weighed(n, q, from, this->outer(), q);
+    this->fetching(n, [&](int64_t r, int64_t count) {
+      mm<Plain<T>>(count, Wp, c.F, S, Wp, rows + r * Fp, Fp, 1, o + r * Wp, Wp, add);
+    });
   }
   void write(int64_t t, int64_t n) {
     for (int64_t r = 0; r < n; ++r) {

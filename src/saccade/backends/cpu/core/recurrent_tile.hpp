@@ -46,26 +46,35 @@ static void map_features(const Recurrence& c, T* x, int64_t ld) {
   }
 }
 
+// tokens of a head whose rows are to be fetched; queries: also those of q and of o, or its gradient
+struct Next {
+  int64_t t = 0, stop = 0, head = 0;
+  bool queries = true;
+};
+
 template <class T>
 struct Chunk {
   const Recurrence& c;
   int64_t sequence, h, share, first, stop;  // tokens of the sequence
+  int64_t first_head, stop_head;            // of the task
   int64_t batch, hk, column, width;         // first column of the block, columns with the normaliser's
   int64_t Fp, Wp, Cp;                       // features, columns and tokens of a chunk, padded to whole vectors
   T *q, *k, *e, *u;                         // q, k [Cp][Fp]; values before and after beta [Cp][Wp]
   T *kt, *p, *gamma;                        // k transposed [Fp][Cp]; weights and decays between tokens [Cp][Cp]
   T *a, *from, *to;                         // decay factors; their products from the chunk's start, and to its end
   T *x, *link, *beta;                       // products [Cp][max(Fp, Wp)]; delta rule: -decay (k . k) [Cp][Cp]; [Cp]
+  Next next;
 
   static int64_t pad(int64_t n) { return round_up(n, lanes<T>); }
   bool by_channel() const { return c.decay == CHANNEL; }
   int64_t decays() const { return by_channel() ? Fp : 1; }
 
   Chunk(const Recurrence& call, int64_t task, Bump& bump)
-      : c(call), sequence(task / c.shares() / c.H), h(task / c.shares() % c.H), share(task % c.shares()) {
+      : c(call), sequence(task / c.shares() / c.groups()), share(task % c.shares()) {
+    first_head = task / c.shares() % c.groups() * c.heads, stop_head = min64(first_head + c.heads, c.H);
     first = c.borders && bump.base ? c.borders[sequence] : 0;
     stop = c.borders && bump.base ? c.borders[sequence + 1] : c.T;
-    batch = c.borders ? 0 : sequence, hk = h / (c.H / c.Hk);
+    batch = c.borders ? 0 : sequence, turn_to(first_head);
     column = share * c.block;
     width = min64(c.block, c.V - column) + c.normalize;
     Fp = pad(c.F), Wp = pad(min64(c.block, c.V) + c.normalize), Cp = pad(c.chunk);
@@ -82,6 +91,7 @@ struct Chunk {
       for (int64_t s = 0; s <= r; ++s) gamma[r * Cp + s] = T(1);
   }
 
+  void turn_to(int64_t head) { h = head, hk = head / (c.H / c.Hk); }
   int64_t values() const { return width - c.normalize; }
   int64_t at(const Array& from_, int64_t t, int64_t head) const {
     return batch * from_.stride[0] + t * from_.stride[1] + head * from_.stride[2];
@@ -109,12 +119,25 @@ struct Chunk {
     load_keys(t, n);
     if (c.delta) solve(n, S);
   }
-  // prefetches the rows of n tokens for another chunk; always inlined, because compilers drop calls that only do this
-  __attribute__((always_inline)) void fetch_tokens(int64_t t, int64_t n) const {
-    for (int64_t r = t; r < t + n; ++r) {
-      prefetch_row(c.q, at(c.q, r, hk), c.K), prefetch_row(c.k, at(c.k, r, hk), c.K);
-      prefetch_row(c.v, at(c.v, r, h) + column, values());
+  // The rows of the next tokens are fetched while products are computed, a few at a time: a core waits for few at once.
+  // Always inlined, because compilers drop calls that only do this.
+  __attribute__((always_inline)) void fetch(int64_t rows) {
+    const int64_t shared = next.head / (c.H / c.Hk);
+    for (; rows > 0 && next.t < next.stop; --rows, ++next.t) {
+      prefetch_row(c.k, at(c.k, next.t, shared), c.K);
+      prefetch_row(c.v, at(c.v, next.t, next.head) + column, values());
+      if (by_channel()) prefetch_row(c.g, at(c.g, next.t, next.head), c.K);
+      if (!next.queries) continue;
+      const Array& output = c.dout.data ? c.dout : c.o;
+      prefetch_row(c.q, at(c.q, next.t, shared), c.K);
+      prefetch_row(output, at(output, next.t, next.head) + column, values());
     }
+  }
+  // f(first row, rows) over the rows of a product
+  template <class Body>
+  void fetching(int64_t rows, Body f) {
+    constexpr int64_t group = 12, fetched = 4;
+    for (int64_t r = 0; r < rows; r += group) f(r, min64(group, rows - r)), fetch(fetched);
   }
   void load_queries(int64_t t, int64_t n) {
     for (int64_t r = 0; r < n; ++r) read_row(c.q, at(c.q, t + r, hk), c.K, q + r * Fp), map_features(c, q + r * Fp, Fp);
@@ -257,7 +280,10 @@ struct Chunk {
       const T total = from[(n - 1) * decays() + (by_channel() ? f : 0)];
       for (int64_t w = 0; w < Wp; w += lanes<T>) store(S + f * Wp + w, load(S + f * Wp + w) * total);
     }
-    mm<Plain<T>>(c.F, Wp, n, u, Wp, weighed(n, k, to, T(1), k), 1, Fp, S, Wp, true);
+    const T* rows = weighed(n, k, to, T(1), k);
+    fetching(c.F, [&](int64_t f, int64_t count) {
+      mm<Plain<T>>(count, Wp, n, u, Wp, rows + f, 1, Fp, S + f * Wp, Wp, true);
+    });
   }
 };
 
