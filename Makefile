@@ -30,10 +30,11 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 help:
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s %s\n", $$1, $$2}'
 
-# tools first: the core is compiled without isolation, so that a second build only compiles what changed
+# tools first: the core is compiled without isolation, so that a second build only compiles what changed; the pip of
+# Debian 12 and Ubuntu 22.04 has no -C
 $(VENV)/.tools: constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) scikit-build-core nanobind cmake ninja
+	$(PIP) 'pip>=23.1' scikit-build-core nanobind cmake ninja
 	@touch $@
 
 # the package as a path to src/, without scikit-build-core's redirections: those freeze the list of modules
