@@ -90,6 +90,7 @@ BRANCHES: dict[str, Callable[..., dict[str, Taken]]] = {
     "stride": partial(of_branch, "strided(5, 3) & causal()", D=24),
     "few pairs": partial(of_branch, "causal()", 13),
     "more results": partial(of_branch, "causal()", sinks=True, dropout=0.25, more=True),
+    "more results of few pairs": partial(of_branch, "causal()", 13, 40, more=True),
     "more results of large heads": partial(of_branch, "causal()", D=256, dtype="bfloat16", more=True),
     "more results of two parts": partial(of_branch, "strided(5) | window(9, 0)", sinks=True, more=True),
     "more results of few queries": partial(of_branch, "window(9, 0)", 2, sinks=True, more=True),

@@ -427,4 +427,5 @@ def entropy_share(lse, entropy, total):
 @triton.jit
 def entropy_of(l, u):
     """The entropy of weights whose sum is l relative to their maximum; u: Σ P (S - m)."""
-    return tl.log(l) - u / l
+    # not u / l, for which the LLVM of Triton 3.9 aborts where products are in float32 to the last bit
+    return tl.log(l) - u * (1.0 / l)
