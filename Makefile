@@ -127,6 +127,7 @@ test-gpu: ## the contract suite on an NVIDIA GPU; PART=1/4 runs a slice
 	$(call LOGGED,$(PYTHON),$(GPU_TEST) -n $(WORKERS) --dist worksteal --part $(PART) --deselect $(TIMED) \
 	  tests/contract tests/triton/on_gpu.py tests/triton/on_append.py tests/triton/on_device.py \
 	  tests/triton/on_elements.py tests/triton/on_recurrences.py tests/triton/on_models.py tests/triton/on_latent.py \
+	  tests/triton/on_one_row.py \
 	  $(if $(filter 1/%,$(PART)),&& { $(GPU_TEST) -n 0 $(TIMED) || test $$? = 5; }))
 
 # one log of the slices, if there are SLICES of them and all are of one commit

@@ -58,7 +58,7 @@ def test_contract(
         draw = random.Random(seed)
         cases = {name: x if every else draw.sample(x, -(-len(x) // 6)) for name, x in files.items()}
         chosen = [f"tests/contract/test_{name}.py::{case}" for name, x in cases.items() for case in x]
-    chosen += [f"tests/triton/on_{name}.py" for name in ("append", "device", "elements")]
+    chosen += [f"tests/triton/on_{name}.py" for name in ("append", "device", "elements", "one_row")]
     limit = ALL_SECONDS if emulated else SECONDS
     begin = time.perf_counter()
     words = [sys.executable, "-m", "pytest", "--triton", "--color=no", "-q", "--timeout", "1800", *chosen]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,6 +25,7 @@ from saccade.backends.triton import (
     launch_decode,
     limits,
     on_device,
+    one_row,
     recurrent_delta,
     tokens,
     versions,
@@ -69,6 +71,7 @@ def recorded(chip: str) -> Iterator[dict[str, Taken]]:
         patch.setattr(JITFunction, "run", run)
         patch.setattr(launch, "chip_of", lambda device: chip)
         patch.setattr(recurrent_delta, "chip_of", lambda device: chip)
+        patch.setattr(one_row, "chip_of", lambda device: chip)
         yield found
 
 
@@ -239,6 +242,20 @@ def of_append(kind: str, chip: str = "sm_90") -> dict[str, Taken]:
     with recorded(chip) as found:
         assert tokens.append(x, cache.k, cache.k_scale, at, at, turn, turn, False, cache.quantised)
         assert tokens.append_rows(x[None], x[None, ..., :96], [x[None], x[None, ..., :96]], at[:1].int())
+    return found
+
+
+def of_one_row(width: int, wide: int, dtype: Any = torch.bfloat16, chip: str = "sm_90") -> dict[str, Taken]:
+    """The resources of the products of a step for one token."""
+    new = partial(torch.empty, dtype=dtype)
+    x, k = one_row.Input(new(width), new(width), 1e-5), new(1, 9, 2, 64)
+    square, tall = one_row.Matrix(new(width, width), new(width)), one_row.Matrix(new(wide, width))
+    qkv = [one_row.Matrix(new(heads * 64, width)) for heads in (4, 2, 2)]
+    with recorded(chip) as found:
+        one_row.project(x, qkv, torch.empty(2, 9, 32), (k, k, torch.zeros(1, dtype=torch.int32)), new(4, 64))
+        one_row.gated(x, tall, tall, new(wide))
+        one_row.product(one_row.Input(new(wide)), one_row.Matrix(new(width, wide)), x.row, x.row)
+        one_row.product(x, square, x.row)
     return found
 
 

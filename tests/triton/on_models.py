@@ -80,6 +80,20 @@ def test_compiled_steps_draw_what_others_draw() -> None:
     assert found[:20] == expected[:20]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_one_prompt_draws_what_the_cpu_draws(compiled: bool) -> None:
+    """Its steps have kernels of their own, also in the graph that later calls use again."""
+    model, texts = model_of("llama"), [prompts(40), prompts(33)]
+    expected = [list(generate(model, text, 60, Sampler(0.0))) for text in texts]
+    model.to("cuda")
+    if compiled:
+        model.compile_steps()
+    for text, want in zip(texts, expected, strict=True):
+        # rounding may decide between almost equal logits later
+        assert list(generate(model, text, 60, Sampler(0.0)))[:20] == want[:20]
+    assert (model.kept_steps is not None) is compiled
+
+
 def test_kept_steps_survive_other_graphs() -> None:
     model, texts = model_of("llama").to("cuda", torch.bfloat16), prompts(40, 3)
     model.compile_steps()

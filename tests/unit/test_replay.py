@@ -173,9 +173,10 @@ def test_kept_steps_are_freed_where_they_are_not_used(monkeypatch) -> None:
 def test_threads_compile_methods_in_turn_and_restore_them() -> None:
     model = small()
     own = model.blocks[0].finish = partial(model.blocks[0].finish)
+    draws = graphs.Draws(model, Sampler(0.0), 1, 1)
 
     def hold(_: int) -> None:
-        with graphs.fused(model, 1):
+        with graphs.fused(model, draws, False):
             time.sleep(0.05)
 
     with ThreadPoolExecutor(2) as pool:
@@ -220,8 +221,9 @@ def test_compiled_steps_draw_the_same_tokens(make, norm: str, monkeypatch) -> No
     logits, caches = prefill(model, prompts, 40, 256)
     steps = Steps(model, caches, Sampler(0.0), capture=tried_first)
     assert list(steps.run(logits, 20, torch.Generator())) == expected
-    assert set(compiled) == {f"{norm}.forward", "Attention.project", "Linear.forward", "Block.finish"}
+    assert set(compiled) == {f"{norm}.forward", "Attention.project", "Linear.forward", "Block.finish", "Draws.draw"}
     assert not any({"forward", "project", "finish"} & set(vars(part)) for part in model.modules())
+    assert "draw" not in vars(steps.draws)
 
 
 def test_compiled_steps_are_kept_for_calls_that_they_fit(monkeypatch) -> None:

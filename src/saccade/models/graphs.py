@@ -18,6 +18,7 @@ from ..caches.contiguous import KVCache
 from ..captures import holding
 from . import gpt2
 from .blocks import Attention, Block, Decoder
+from .one_row import step_of
 from .sampler import Sampler, not_finite, uniform
 from .stores import PagedStep
 
@@ -64,20 +65,22 @@ def captured(step: Callable[[], None], device: torch.device, undo: Callable[[], 
 
 
 @contextmanager
-def fused(model: Decoder, rows: int) -> Generator[None]:
+def fused(model: Decoder, draws: Draws, one: bool) -> Generator[None]:
     """While it is open, norms, projections and feed-forward layers of the model are compiled, each kind once.
 
-    rows: of the products. Triton reads the weights for one row faster than cuBLAS, with tiles that torch searches for.
+    So is the draw of the largest logits; sums of probabilities keep their order. one: the model's own methods are not
+    called (`one_row.py`). Triton reads the weights for one row faster than cuBLAS, with tiles that torch searches for.
     What two products of one row make together is stored once: else each program of the next product computes it again.
     """
-    one = rows == 1
-    options: dict[str, Any] = {"coordinate_descent_tuning": one}
-    finish = {**options, "realize_acc_reads_threshold": 1} if one else options
-    parts = [
+    alone = len(draws.token) == 1
+    options: dict[str, Any] = {"coordinate_descent_tuning": alone}
+    finish = {**options, "realize_acc_reads_threshold": 1} if alone else options
+    parts: list[tuple[Any, str]] = [] if draws.chances is not None else [(draws, "draw")]
+    parts += [
         (module.get_submodule(at), name)
         for module in model.modules()
         for kind, paths in FUSED.items()
-        if isinstance(module, kind)
+        if isinstance(module, kind) and not one
         for at, _, name in (path.rpartition(".") for path in paths)
     ]
     with _fusing:
@@ -166,8 +169,10 @@ def repeated(
     changing = [*lengths, *draws.changing]
     before = [x.clone() for x in changing]
 
+    one = step_of(model, stores, backend) if len(draws.token) == 1 else None
+
     def step() -> None:
-        logits = model(draws.token[:, None], caches=stores, backend=backend)[:, -1]
+        logits = one(draws.token) if one else model(draws.token[:, None], caches=stores, backend=backend)[:, -1]
         settle()
         draws.draw(logits)
 
@@ -176,5 +181,5 @@ def repeated(
         for x, old in zip(changing, before, strict=True):
             x.copy_(old)
 
-    with fused(model, len(draws.token)) if model.steps_compiled else nullcontext():
+    with fused(model, draws, one is not None) if model.steps_compiled else nullcontext():
         return capture(step, model.device, undo)

@@ -88,16 +88,20 @@ class Llama(Decoder):
     ) -> Tensor:
         """The last norm's output [B, T, width]; arguments as in `forward`."""
         positions = positions_of(tokens, caches, backend) if positions is None else positions
-        if self.config.sliding_window:
-            # without another mask one node, whose reach decode follows on the device
-            before = self.config.sliding_window - 1
-            mask = masks.window(before, 0) if mask is None else mask & masks.window(before, None)
-        mask = masks.causal() if mask is None else mask
+        if mask is not None and self.config.sliding_window:
+            mask = mask & masks.window(self.config.sliding_window - 1, None)
+        mask = self.mask if mask is None else mask
         x = self.model.embed_tokens(tokens)
         turn = self.turn(positions)
         for i, block in enumerate(self.blocks):
             x = block(x, turn, mask, caches[i] if caches else None, backend)
         return self.model.norm(x)
+
+    @property
+    def mask(self) -> Mask:
+        """Without another mask: one node, whose reach decode follows on the device."""
+        window = self.config.sliding_window
+        return masks.window(window - 1, 0) if window else masks.causal()
 
     def turn(self, positions: Tensor) -> Turn:
         """The rotation of every layer at positions [T] or [B, T]."""

@@ -1,0 +1,75 @@
+"""Launching the products of a model's step for one new token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .chip import chip_of, interpreted, on
+from .kernels import one_row as kernels
+from .kernels.one_row import Cache, Heads, Projections, Row, Sizes, Weight
+from .launch import PLAIN
+from .tiles import block
+
+# numbers of a row that a warp reads at once, and bytes of weights of which it has read the first ones before it waits
+PIECE, HELD = 256, 8192
+WARPS = 4
+
+
+class Matrix(NamedTuple):
+    """A contiguous weight [m, n] and a bias [m] or None."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+class Input(NamedTuple):
+    """A row [n] of a product, and the weight and epsilon of an RMS norm that it passes first; None for no norm."""
+
+    row: Tensor
+    norm: Tensor | None = None
+    eps: float = 0.0
+
+
+def product(x: Input, matrix: Matrix, out: Tensor, added: Tensor | None = None) -> None:
+    """Write matrix · x, plus `added` [m], to out [m]."""
+    m = len(matrix.weight)
+    _run(kernels.product, -(-m // WARPS), x, Weight(*matrix), added, out, m, _sizes(x, 1))
+
+
+def gated(x: Input, gate: Matrix, up: Matrix, out: Tensor) -> None:
+    """Write silu(gate · x) · (up · x) to out [m]."""
+    m = len(gate.weight)
+    _run(kernels.gated, -(-m // WARPS), x, Weight(*gate), Weight(*up), out, m, _sizes(x, 2))
+
+
+def project(x: Input, qkv: Sequence[Matrix], turn: Sequence[Tensor], cached: Sequence[Tensor], out: Tensor) -> None:
+    """Write the rotated queries of x to out [Hq, D], and its rotated keys and its values to the next slot of a cache.
+
+    turn: cosines and sines, float32 [positions, D / 2] each. cached: keys and values [1, capacity, Hk, D] whose last
+    axis is contiguous, and the length, int32 [1], which stays as it is.
+    """
+    k, v, length = cached
+    heads = Heads(len(out), *k.shape[2:])
+    grid = (heads.Hq + 2 * heads.Hk) * -(-heads.D // 2 // WARPS)
+    cache = Cache(k, k.stride(1), k.stride(2), v, v.stride(1), v.stride(2), length, k.shape[1])
+    to = Projections(*(Weight(*matrix) for matrix in qkv), *turn)
+    _run(kernels.project, grid, x, to, cache, out, _sizes(x, 2), heads)
+
+
+def _sizes(x: Input, matrices: int) -> Sizes:
+    n = len(x.row)
+    return Sizes(n, min(block(n), PIECE), HELD // (matrices * x.row.itemsize), WARPS, _overlaps(x.row))
+
+
+def _overlaps(x: Tensor) -> bool:
+    # a kernel may start before the one before has ended: NVIDIA's programmatic launches
+    return not interpreted() and chip_of(str(x.device)) in ("sm_90", "sm_100", "sm_120", "sm_121")
+
+
+def _run(kernel: Any, grid: int, x: Input, *args: Any) -> None:
+    options = {"launch_pdl": True} if _overlaps(x.row) else {}
+    with on(x.row):
+        PLAIN.run(kernel, (grid,), Row(*x), *args, num_warps=WARPS, num_stages=1, **options)

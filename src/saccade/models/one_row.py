@@ -1,0 +1,97 @@
+"""A step of a Llama for one prompt on an NVIDIA GPU: few kernels for each layer, which start before the last one ends.
+
+Their order is that of `Llama.hidden`. What a step needs besides weights and caches is allocated once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from .. import api
+from ..backends import load
+from ..caches.contiguous import KVCache
+from ..errors import Unsupported
+from .blocks import Attention, Block, RMSNorm, SwiGLU
+from .llama import Llama
+
+if TYPE_CHECKING:
+    from ..backends.triton.one_row import Input, Matrix
+
+KINDS = Block, Attention, SwiGLU
+
+
+def step_of(model: Any, caches: Sequence[Any], backend: str | None) -> Callable[[Tensor], Tensor] | None:
+    """A function from the last token, int64 [1], to the logits [1, vocab] of the next; None if it is not supported.
+
+    It appends the token to the caches and adds 1 to their lengths, which must be one array.
+    """
+    if not isinstance(model, Llama) or model.device.type != "cuda" or torch.version.hip:
+        return None
+    plain = all(type(cache) is KVCache and not cache.quantised and len(cache.lengths) == 1 for cache in caches)
+    kinds = all((type(block), type(block.self_attn), type(block.mlp)) == KINDS for block in model.blocks)
+    if not (plain and kinds and backend in (None, "triton") and _can_run()):
+        return None
+    tensors = [*model.parameters(), *(cache.k for cache in caches)]
+    alike = {(x.dtype, x.device, x.is_contiguous()) for x in tensors} == {(tensors[0].dtype, model.device, True)}
+    return OneRow(model, caches).logits if alike and tensors[0].itemsize < 8 else None
+
+
+def _can_run() -> bool:
+    try:
+        load("triton")
+    except Unsupported:
+        return False
+    return True
+
+
+class OneRow:
+    """The step and its arrays."""
+
+    def __init__(self, model: Llama, caches: Sequence[KVCache]) -> None:
+        from ..backends.triton import one_row
+
+        self.kernels, self.model, self.caches = one_row, model, caches
+        config, self.lengths = model.config, caches[0].lengths
+        assert all(cache.lengths is self.lengths for cache in caches)
+        # the caches with the new token
+        self.after, self.longer = self.lengths + 1, [copy(cache) for cache in caches]
+        for cache in self.longer:
+            cache.follow(self.after)
+        cos, sin = model.turn(torch.arange(caches[0].capacity, device=model.device))
+        self.turn = cos.flatten(1).float(), sin.flatten(1).float()
+        new = caches[0].k.new_empty
+        self.q = new(config.num_attention_heads, config.head_dim)
+        self.x, self.y = new(config.hidden_size), new(config.hidden_size)
+        self.hidden, self.out = new(config.intermediate_size), new(config.vocab_size)
+
+    @torch.no_grad()
+    def logits(self, token: Tensor) -> Tensor:
+        """int64 [1] -> [1, vocab]."""
+        model, kernels = self.model, self.kernels
+        torch.add(self.lengths, 1, out=self.after)
+        self.x.copy_(model.model.embed_tokens.weight.index_select(0, token)[0])
+        for block, cache, longer in zip(model.blocks, self.caches, self.longer, strict=True):
+            attention, mlp = cast("Attention", block.self_attn), cast("SwiGLU", block.mlp)
+            matrices = [self._matrix(one) for one in (attention.q_proj, attention.k_proj, attention.v_proj)]
+            cached = cache.k, cache.v, self.lengths
+            kernels.project(self._normed(block.input_layernorm), matrices, self.turn, cached, self.q)
+            attended = api.decode(self.q[None, None], longer, mask=model.mask, backend="triton")
+            kernels.product(kernels.Input(attended.flatten()), self._matrix(attention.o_proj), self.y, self.x)
+            gate, up = self._matrix(mlp.gate_proj), self._matrix(mlp.up_proj)
+            kernels.gated(self._normed(block.post_attention_layernorm, self.y), gate, up, self.hidden)
+            kernels.product(kernels.Input(self.hidden), self._matrix(mlp.down_proj), self.x, self.y)
+        head = model.model.embed_tokens if model.lm_head is None else model.lm_head
+        kernels.product(self._normed(model.model.norm), self._matrix(head), self.out)
+        self.lengths.copy_(self.after)
+        return self.out[None]
+
+    def _normed(self, norm: RMSNorm, x: Tensor | None = None) -> Input:
+        return self.kernels.Input(self.x if x is None else x, norm.weight, norm.eps)
+
+    def _matrix(self, module: Any) -> Matrix:
+        return self.kernels.Matrix(module.weight, getattr(module, "bias", None))
