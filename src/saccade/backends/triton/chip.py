@@ -42,6 +42,16 @@ def chip_of(device: str) -> str:
     return f"sm_{major}{minor}"
 
 
+def overlaps(chip: str) -> bool:
+    """Whether a kernel can start before the one before has ended, as those that begin with `kernels.overlap` do."""
+    return chip.startswith("sm_") and int(chip[3:]) >= 90 and not interpreted()
+
+
+def early(chip: str) -> dict[str, bool]:
+    """Options of the launch of such a kernel."""
+    return {"launch_pdl": True} if overlaps(chip) else {}
+
+
 @cache
 def multiprocessors(device: str) -> int:
     """The number of multiprocessors of a device."""

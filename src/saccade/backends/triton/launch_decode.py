@@ -9,7 +9,7 @@ from torch import Tensor
 from ...mask import Mask
 from ...mask.forms import INF
 from . import tiles
-from .chip import multiprocessors
+from .chip import early, multiprocessors, overlaps
 from .kernels import decode as kernels
 from .kernels.common import Arrays
 from .kernels.forward import Results
@@ -65,6 +65,7 @@ def _in_ranges(
     width = p.Dv + 2 + p.return_entropy
     parts = call.scratch(n * split.n * width, like=lse) if split.n > 1 else None
     config = call.config(tile, mask)._replace(**call.columns._asdict(), ENTROPY=p.return_entropy)
+    config = config._replace(OVERLAP=overlaps(call.chip))
     args = (
         Results(array(o), lse, parts, *call.more),
         call.scores_of(0),
@@ -74,7 +75,7 @@ def _in_ranges(
         split.n,
         config,
     )
-    call.start(kernels.decode, p.B * p.Hk * split.n * split.blocks, arrays, *args, tile=tile)
+    call.start(kernels.decode, p.B * p.Hk * split.n * split.blocks, arrays, *args, tile=tile, **early(call.chip))
     if parts is not None:
         combine(call, parts, split.n, out)
 
@@ -83,8 +84,8 @@ def combine(call: AttentionLaunch, parts: Tensor, n: int, out: tuple[Tensor, Ten
     """Merge the parts of n ranges into o and lse."""
     p, (o, lse) = call.problem, out
     rows, blocks = p.B * p.Tq * p.Hq, Blocks(p.Dv, tiles.block(p.Dv), tiles.block(n))
-    args = Results(o, lse, parts, *call.more), call.sinks, rows, n, p.Hq, blocks
-    call.start(kernels.combine, rows, *args, tile=SMALL)
+    args = Results(o, lse, parts, *call.more), call.sinks, rows, n, p.Hq, blocks, overlaps(call.chip)
+    call.start(kernels.combine, rows, *args, tile=SMALL, **early(call.chip))
 
 
 def reach_of(mask: Mask | None) -> tuple[int, int] | None:

@@ -7,15 +7,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .chip import chip_of, interpreted, on
+from .chip import chip_of, early, on, overlaps
 from .kernels import one_row as kernels
 from .kernels.one_row import Cache, Heads, Projections, Row, Sizes, Weight
 from .launch import PLAIN
-from .tiles import block
+from .tiles import Tile, block
 
 # numbers of a row that a warp reads at once, and bytes of weights of which it has read the first ones before it waits
 PIECE, HELD = 256, 8192
 WARPS = 4
+TILE = Tile(WARPS, PIECE, WARPS, 1)
 
 
 class Matrix(NamedTuple):
@@ -60,16 +61,14 @@ def project(x: Input, qkv: Sequence[Matrix], turn: Sequence[Tensor], cached: Seq
 
 
 def _sizes(x: Input, matrices: int) -> Sizes:
-    n = len(x.row)
-    return Sizes(n, min(block(n), PIECE), HELD // (matrices * x.row.itemsize), WARPS, _overlaps(x.row))
-
-
-def _overlaps(x: Tensor) -> bool:
-    # a kernel may start before the one before has ended: NVIDIA's programmatic launches
-    return not interpreted() and chip_of(str(x.device)) in ("sm_90", "sm_100", "sm_120", "sm_121")
+    n, held = len(x.row), HELD // (matrices * x.row.itemsize)
+    return Sizes(n, min(block(n), PIECE), held, WARPS, overlaps(_chip(x)))
 
 
 def _run(kernel: Any, grid: int, x: Input, *args: Any) -> None:
-    options = {"launch_pdl": True} if _overlaps(x.row) else {}
     with on(x.row):
-        PLAIN.run(kernel, (grid,), Row(*x), *args, num_warps=WARPS, num_stages=1, **options)
+        PLAIN.start(kernel, grid, Row(*x), *args, tile=TILE, **early(_chip(x)))
+
+
+def _chip(x: Input) -> str:
+    return chip_of(str(x.row.device))

@@ -14,6 +14,7 @@ import triton
 from .common import START, Attention, Drop, entropy_of, entropy_share, log_add, power
 from .forward import Queries, fold, fold_keys
 from .masks import FULL, list_of, place_of, seen_by_all, segment
+from .overlap import start, wait
 from .rows import rows_of, store_rows
 from .selected import in_blocks, keys_at, list_at, plain_at, plain_keys, rows_of_groups
 
@@ -56,6 +57,8 @@ def decode(
     ranges x blocks of BM rows, the first one fastest; row r is query r // G of head hk G + r mod G. With selected keys
     the blocks are those of every group of rows, ranges count the keys of its list, and the order is reversed.
     """
+    start(config.OVERLAP)
+    wait(config.OVERLAP)
     drop, ranges = Drop(below, seed_low, seed_high), Ranges(left, right, split_keys, num_splits)
     _decode(results, ranges, Attention(arrays, scores, drop, place_of(arrays.words), config))
 
@@ -160,11 +163,13 @@ def _decode(results, ranges, attention):
 
 
 @triton.jit(do_not_specialize=["rows", "num_splits", "Hq"])
-def combine(results, sinks, rows, num_splits, Hq, blocks: tl.constexpr):
+def combine(results, sinks, rows, num_splits, Hq, blocks: tl.constexpr, OVERLAP: tl.constexpr):
     """o [B, Tq, Hq, DV] contiguous and lse [B, Tq, Hq] from the num_splits parts of each row. Grid: rows.
 
     blocks: numbers of a row of o, the same padded, and num_splits padded. sinks: [Hq] or None.
     """
+    start(OVERLAP)
+    wait(OVERLAP)
     DV: tl.constexpr = blocks.n
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, blocks.ROWS)

@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 import triton
+
+from .overlap import start, wait
 
 
 class Weight(NamedTuple):
@@ -74,24 +75,12 @@ class Heads(NamedTuple):
 
 
 @triton.jit
-def _start(OVERLAP: tl.constexpr):
-    if OVERLAP:
-        gdc_launch_dependents()
-
-
-@triton.jit
-def _wait(OVERLAP: tl.constexpr):
-    if OVERLAP:
-        gdc_wait()
-
-
-@triton.jit
-def _pieces(p, step, ok, start: tl.constexpr, sizes: tl.constexpr):
-    # the numbers start to start + HELD of rows that are `step` apart, PIECE at a time
-    END: tl.constexpr = min(start + sizes.HELD, sizes.n)
+def _pieces(p, step, ok, at: tl.constexpr, sizes: tl.constexpr):
+    # the numbers at to at + HELD of rows that are `step` apart, PIECE at a time
+    END: tl.constexpr = min(at + sizes.HELD, sizes.n)
     PIECE: tl.constexpr = sizes.PIECE
     pieces = ()
-    for k0 in tl.static_range(start, END, PIECE):
+    for k0 in tl.static_range(at, END, PIECE):
         k = k0 + tl.arange(0, PIECE)
         there = ok[:, None]
         if k0 + PIECE > sizes.n:
@@ -121,19 +110,19 @@ def _products(row, a, b, ok, TWO: tl.constexpr, sizes: tl.constexpr):
     y = tl.zeros([ROWS, PIECE], tl.float32)
     z, squares = y, y
     from_a, from_b, same = a[2].to(tl.int64) * n, b[2].to(tl.int64) * n, 0 * a[2]
-    for start in tl.static_range(0, n, HELD):
-        first = _pieces(a[0], from_a, ok, start, sizes)
+    for at in tl.static_range(0, n, HELD):
+        first = _pieces(a[0], from_a, ok, at, sizes)
         second = first
         if TWO:
-            second = _pieces(b[0], from_b, ok, start, sizes)
+            second = _pieces(b[0], from_b, ok, at, sizes)
         weights = first
         if row.norm is not None:
-            weights = _pieces(row.norm, same, ok, start, sizes)
-        if start == 0:
-            _wait(sizes.OVERLAP)
+            weights = _pieces(row.norm, same, ok, at, sizes)
+        if at == 0:
+            wait(sizes.OVERLAP)
         # each warp has the whole row
-        numbers = _pieces(row.p, same, ok, start, sizes)
-        for i in tl.static_range((min(HELD, n - start) + PIECE - 1) // PIECE):
+        numbers = _pieces(row.p, same, ok, at, sizes)
+        for i in tl.static_range((min(HELD, n - at) + PIECE - 1) // PIECE):
             x = numbers[i].to(tl.float32)
             if row.norm is not None:
                 squares += x * x
@@ -152,7 +141,7 @@ def _products(row, a, b, ok, TWO: tl.constexpr, sizes: tl.constexpr):
 @triton.jit
 def product(row, weight, added, out, m, sizes: tl.constexpr):
     """out [m] = weight row, plus `added` [m] unless it is None. Grid: blocks of ROWS rows of the weight."""
-    _start(sizes.OVERLAP)
+    start(sizes.OVERLAP)
     at = tl.program_id(0) * sizes.ROWS + tl.arange(0, sizes.ROWS)
     ok = at < m
     rows = weight.p, weight.bias, at
@@ -165,7 +154,7 @@ def product(row, weight, added, out, m, sizes: tl.constexpr):
 @triton.jit
 def gated(row, gate, up, out, m, sizes: tl.constexpr):
     """out [m] = silu(gate row) · (up row). Grid: blocks of ROWS rows of both weights."""
-    _start(sizes.OVERLAP)
+    start(sizes.OVERLAP)
     at = tl.program_id(0) * sizes.ROWS + tl.arange(0, sizes.ROWS)
     ok = at < m
     g, u = _products(row, (gate.p, gate.bias, at), (up.p, up.bias, at), ok, True, sizes)
@@ -185,7 +174,7 @@ def project(row, to, cache, out, sizes: tl.constexpr, heads: tl.constexpr):
 
     to: Projections. Grid: heads of q, k and v, times blocks of ROWS pairs.
     """
-    _start(sizes.OVERLAP)
+    start(sizes.OVERLAP)
     D: tl.constexpr = heads.D
     HALF: tl.constexpr = heads.D // 2
     BLOCKS: tl.constexpr = (HALF + sizes.ROWS - 1) // sizes.ROWS
