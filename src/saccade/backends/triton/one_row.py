@@ -61,8 +61,8 @@ def project(x: Input, qkv: Sequence[Matrix], turn: Sequence[Tensor], cached: Seq
 
 
 def _sizes(x: Input, matrices: int) -> Sizes:
-    n, held = len(x.row), HELD // (matrices * x.row.itemsize)
-    return Sizes(n, min(block(n), PIECE), held, WARPS, overlaps(_chip(x)))
+    n, most = len(x.row), HELD // (matrices * x.row.itemsize)
+    return Sizes(n, min(block(n), PIECE), most, WARPS, overlaps(_chip(x)))
 
 
 def _run(kernel: Any, grid: int, x: Input, *args: Any) -> None:
