@@ -66,26 +66,26 @@ def test_products(n: int, m: int, bias: bool, dtype: torch.dtype, drawn: Any) ->
 
 @DTYPES
 @pytest.mark.parametrize(("heads", "D"), [((4, 2), 16), ((3, 3), 10), ((6, 1), 64)], ids=str)
-def test_projections_go_to_the_next_slot(heads: tuple[int, int], D: int, dtype: torch.dtype, drawn: Any) -> None:
-    """Also to that of a cache with gaps between its slots; a cache that is full stays as it is."""
+def test_projections_go_to_the_last_slot(heads: tuple[int, int], D: int, dtype: torch.dtype, drawn: Any) -> None:
+    """Also to that of a cache with gaps between its slots; a cache without that slot stays as it is."""
     n, capacity, (Hq, Hk) = 40, 9, heads
     x = drawn(n, dtype=dtype)
     qkv = [Matrix(drawn(h * D, n, dtype=dtype) / n**0.5, drawn(h * D, dtype=dtype)) for h in (Hq, Hk, Hk)]
     angle = torch.arange(capacity)[:, None] * 0.3 ** torch.arange(D // 2)
     turn = [part.to(DEVICE) for part in (angle.cos(), angle.sin())]
     want = [(m.weight.double() @ x.double() + m.bias.double()).view(-1, D) for m in qkv]
-    for length in (0, 7, capacity):
+    for slot in (-1, 0, 7, capacity):
         wide = torch.full((2, 1, 2 * capacity, Hk, D), torch.nan, dtype=dtype, device=DEVICE)
         k, v = wide[:, :, ::2]
         q = torch.empty(Hq, D, dtype=dtype, device=DEVICE)
-        one_row.project(Input(x), qkv, turn, (k, v, torch.tensor([length], dtype=torch.int32, device=DEVICE)), q)
-        if length < capacity:
-            cos, sin = (part[length].double() for part in turn)
-            for found, exact in ((q, want[0]), (k[0, length], want[1])):
+        one_row.project(Input(x), qkv, turn, (k, v, torch.tensor([slot + 1], dtype=torch.int32, device=DEVICE)), q)
+        if 0 <= slot < capacity:
+            cos, sin = (part[slot].double() for part in turn)
+            for found, exact in ((q, want[0]), (k[0, slot], want[1])):
                 y, z = exact.chunk(2, -1)
                 close(found, torch.cat([y * cos - z * sin, y * sin + z * cos], -1))
-            close(v[0, length], want[2])
-            k[0, length] = v[0, length] = torch.nan
+            close(v[0, slot], want[2])
+            k[0, slot] = v[0, slot] = torch.nan
         assert wide.isnan().all()
 
 

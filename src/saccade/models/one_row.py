@@ -6,7 +6,6 @@ Their order is that of `Llama.hidden`. What a step needs besides weights and cac
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -58,10 +57,6 @@ class OneRow:
         self.kernels, self.model, self.caches = one_row, model, caches
         config, self.lengths = model.config, caches[0].lengths
         assert all(cache.lengths is self.lengths for cache in caches)
-        # the caches with the new token
-        self.after, self.longer = self.lengths + 1, [copy(cache) for cache in caches]
-        for cache in self.longer:
-            cache.follow(self.after)
         cos, sin = model.turn(torch.arange(caches[0].capacity, device=model.device))
         self.turn = cos.flatten(1).float(), sin.flatten(1).float()
         new = caches[0].k.new_empty
@@ -73,21 +68,20 @@ class OneRow:
     def logits(self, token: Tensor) -> Tensor:
         """int64 [1] -> [1, vocab]."""
         model, kernels = self.model, self.kernels
-        torch.add(self.lengths, 1, out=self.after)
-        self.x.copy_(model.model.embed_tokens.weight.index_select(0, token)[0])
-        for block, cache, longer in zip(model.blocks, self.caches, self.longer, strict=True):
+        self.lengths += 1
+        torch.index_select(model.model.embed_tokens.weight, 0, token, out=self.x[None])
+        for block, cache in zip(model.blocks, self.caches, strict=True):
             attention, mlp = cast("Attention", block.self_attn), cast("SwiGLU", block.mlp)
             matrices = [self._matrix(one) for one in (attention.q_proj, attention.k_proj, attention.v_proj)]
             cached = cache.k, cache.v, self.lengths
             kernels.project(self._normed(block.input_layernorm), matrices, self.turn, cached, self.q)
-            attended = api.decode(self.q[None, None], longer, mask=model.mask, backend="triton")
+            attended = api.decode(self.q[None, None], cache, mask=model.mask, backend="triton")
             kernels.product(kernels.Input(attended.flatten()), self._matrix(attention.o_proj), self.y, self.x)
             gate, up = self._matrix(mlp.gate_proj), self._matrix(mlp.up_proj)
             kernels.gated(self._normed(block.post_attention_layernorm, self.y), gate, up, self.hidden)
             kernels.product(kernels.Input(self.hidden), self._matrix(mlp.down_proj), self.x, self.y)
         head = model.model.embed_tokens if model.lm_head is None else model.lm_head
         kernels.product(self._normed(model.model.norm), self._matrix(head), self.out)
-        self.lengths.copy_(self.after)
         return self.out[None]
 
     def _normed(self, norm: RMSNorm, x: Tensor | None = None) -> Input:

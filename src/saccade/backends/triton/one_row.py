@@ -47,10 +47,10 @@ def gated(x: Input, gate: Matrix, up: Matrix, out: Tensor) -> None:
 
 
 def project(x: Input, qkv: Sequence[Matrix], turn: Sequence[Tensor], cached: Sequence[Tensor], out: Tensor) -> None:
-    """Write the rotated queries of x to out [Hq, D], and its rotated keys and its values to the next slot of a cache.
+    """Write the rotated queries of x to out [Hq, D], and its rotated keys and its values to the last slot of a cache.
 
     turn: cosines and sines, float32 [positions, D / 2] each. cached: keys and values [1, capacity, Hk, D] whose last
-    axis is contiguous, and the length, int32 [1], which stays as it is.
+    axis is contiguous, and the length, int32 [1], which includes the new token.
     """
     k, v, length = cached
     heads = Heads(len(out), *k.shape[2:])

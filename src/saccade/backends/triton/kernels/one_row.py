@@ -170,7 +170,7 @@ def _pairs(row, weight, h, pair, ok, sizes: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def project(row, to, cache, out, sizes: tl.constexpr, heads: tl.constexpr):
-    """Write the rotated queries [Hq, D] to out, and each head's rotated key and its value to the cache's next slot.
+    """Write the rotated queries [Hq, D] to out, and each head's rotated key and its value to the cache's last slot.
 
     to: Projections. Grid: heads of q, k and v, times blocks of ROWS pairs.
     """
@@ -181,8 +181,8 @@ def project(row, to, cache, out, sizes: tl.constexpr, heads: tl.constexpr):
     h = tl.program_id(0) // BLOCKS
     pair = tl.program_id(0) % BLOCKS * sizes.ROWS + tl.arange(0, sizes.ROWS)
     ok = pair < HALF
-    slot = tl.load(cache.length).to(tl.int64)
-    fits = ok & (slot < cache.capacity)
+    slot = tl.load(cache.length).to(tl.int64) - 1
+    fits = ok & (slot >= 0) & (slot < cache.capacity)
     angle = slot * HALF + pair
     cos, sin = tl.load(to.cos + angle, mask=fits, other=0.0), tl.load(to.sin + angle, mask=fits, other=0.0)
     if h < heads.Hq:
