@@ -1,4 +1,7 @@
-"""Launching the products of a model's step for one new token."""
+"""Launching the products of a model's step for one new token.
+
+Weights, norms and angles are read while the kernel before still runs, so that kernel must not write them.
+"""
 
 from __future__ import annotations
 
