@@ -248,14 +248,14 @@ def of_append(kind: str, chip: str = "sm_90") -> dict[str, Taken]:
 def of_one_row(width: int, wide: int, dtype: Any = torch.bfloat16, chip: str = "sm_90") -> dict[str, Taken]:
     """The resources of the products of a step for one token."""
     new = partial(torch.empty, dtype=dtype)
-    x, k = one_row.Input(new(width), new(width), 1e-5), new(1, 9, 2, 64)
-    square, tall = one_row.Matrix(new(width, width), new(width)), one_row.Matrix(new(wide, width))
-    qkv = [one_row.Matrix(new(heads * 64, width)) for heads in (4, 2, 2)]
+    x, k = one_row.Row(new(width), new(width), 1e-5), new(1, 9, 2, 64)
+    square, tall = one_row.Weight(new(width, width), new(width)), one_row.Weight(new(wide, width))
+    qkv = [one_row.Weight(new(heads * 64, width)) for heads in (4, 2, 2)]
     with recorded(chip) as found:
         one_row.project(x, qkv, torch.empty(2, 9, 32), (k, k, torch.zeros(1, dtype=torch.int32)), new(4, 64))
         one_row.gated(x, tall, tall, new(wide))
-        one_row.product(one_row.Input(new(wide)), one_row.Matrix(new(width, wide)), x.row, x.row)
-        one_row.product(x, square, x.row)
+        one_row.product(one_row.Row(new(wide)), one_row.Weight(new(width, wide)), x.p, x.p)
+        one_row.product(x, square, x.p)
     return found
 
 

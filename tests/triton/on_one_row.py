@@ -5,6 +5,7 @@ Run in Triton's interpreter by tests/system, and on a GPU by `make test-gpu`.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ import torch
 
 from saccade.backends.triton import one_row
 from saccade.backends.triton.chip import interpreted
-from saccade.backends.triton.one_row import Input, Matrix
+from saccade.backends.triton.kernels.one_row import Row, Weight
+from saccade.models.blocks import RMSNorm
 from saccade.models.llama import Llama, LlamaConfig
-from saccade.models.one_row import OneRow, step_of
+from saccade.models.one_row import OneRow, is_plain, step_of
 
 DEVICE = "cpu" if interpreted() else "cuda:0"
 # rounding once, at the end, and sums in float32
@@ -45,22 +47,22 @@ def close(found: torch.Tensor, want: torch.Tensor) -> None:
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (20, 7), (1000, 13), (4500, 6)])
 def test_products(n: int, m: int, bias: bool, dtype: torch.dtype, drawn: Any) -> None:
     x, norm, added = drawn(n, dtype=dtype), drawn(n, dtype=dtype), drawn(m, dtype=dtype)
-    a, b = (Matrix(drawn(m, n, dtype=dtype) / n**0.5, drawn(m, dtype=dtype) if bias else None) for _ in range(2))
+    a, b = (Weight(drawn(m, n, dtype=dtype) / n**0.5, drawn(m, dtype=dtype) if bias else None) for _ in range(2))
     row, eps = x.double(), 1e-5
     normed = row * (row.square().mean() + eps).rsqrt() * norm.double()
 
-    def exact(matrix: Matrix, x: torch.Tensor) -> torch.Tensor:
-        return matrix.weight.double() @ x + (0 if matrix.bias is None else matrix.bias.double())
+    def exact(matrix: Weight, x: torch.Tensor) -> torch.Tensor:
+        return matrix.p.double() @ x + (0 if matrix.bias is None else matrix.bias.double())
 
     out = torch.empty(m, dtype=dtype, device=DEVICE)
-    one_row.product(Input(x), a, out)
+    one_row.product(Row(x), a, out)
     close(out, exact(a, row))
-    one_row.product(Input(x, norm, eps), a, out, added)
+    one_row.product(Row(x, norm, eps), a, out, added)
     close(out, exact(a, normed) + added.double())
-    one_row.gated(Input(x, norm, eps), a, b, out)
+    one_row.gated(Row(x, norm, eps), a, b, out)
     close(out, torch.nn.functional.silu(exact(a, normed)) * exact(b, normed))
     # a sigmoid that underflows
-    one_row.gated(Input(x), Matrix(0 * a.weight, torch.full_like(added, -1e4)), b, out)
+    one_row.gated(Row(x), Weight(0 * a.p, torch.full_like(added, -1e4)), b, out)
     assert (out == 0).all()
 
 
@@ -70,15 +72,15 @@ def test_projections_go_to_the_last_slot(heads: tuple[int, int], D: int, dtype: 
     """Also to that of a cache with gaps between its slots; a cache without that slot stays as it is."""
     n, capacity, (Hq, Hk) = 40, 9, heads
     x = drawn(n, dtype=dtype)
-    qkv = [Matrix(drawn(h * D, n, dtype=dtype) / n**0.5, drawn(h * D, dtype=dtype)) for h in (Hq, Hk, Hk)]
+    qkv = [Weight(drawn(h * D, n, dtype=dtype) / n**0.5, drawn(h * D, dtype=dtype)) for h in (Hq, Hk, Hk)]
     angle = torch.arange(capacity)[:, None] * 0.3 ** torch.arange(D // 2)
     turn = [part.to(DEVICE) for part in (angle.cos(), angle.sin())]
-    want = [(m.weight.double() @ x.double() + m.bias.double()).view(-1, D) for m in qkv]
+    want = [(m.p.double() @ x.double() + m.bias.double()).view(-1, D) for m in qkv]
     for slot in (-1, 0, 7, capacity):
         wide = torch.full((2, 1, 2 * capacity, Hk, D), torch.nan, dtype=dtype, device=DEVICE)
         k, v = wide[:, :, ::2]
         q = torch.empty(Hq, D, dtype=dtype, device=DEVICE)
-        one_row.project(Input(x), qkv, turn, (k, v, torch.tensor([slot + 1], dtype=torch.int32, device=DEVICE)), q)
+        one_row.project(Row(x), qkv, turn, (k, v, torch.tensor([slot + 1], dtype=torch.int32, device=DEVICE)), q)
         if 0 <= slot < capacity:
             cos, sin = (part[slot].double() for part in turn)
             for found, exact in ((q, want[0]), (k[0, slot], want[1])):
@@ -134,5 +136,16 @@ def test_what_has_no_such_steps() -> None:
     assert not found(model.make_caches(2, 10))
     assert not found(model.make_caches(1, 10, "int8"))
     assert not found(backend="cpu")
+    for change in (
+        lambda block: block.register_forward_hook(lambda *_: None),
+        lambda block: setattr(block, "finish", block.finish),
+        lambda block: setattr(block.self_attn, "q_norm", RMSNorm(12, 1e-6)),
+        lambda block: setattr(block.mlp, "up_proj", torch.nn.Linear(48, 128, bias=False, device=DEVICE)),
+    ):
+        other = copy.deepcopy(model)
+        change(other.blocks[1])
+        assert not is_plain(other)
+        assert step_of(other, other.make_caches(1, 10), None) is None
+    assert is_plain(model)
     model.model.norm.bfloat16()
     assert not found()

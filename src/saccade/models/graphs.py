@@ -68,21 +68,23 @@ def captured(step: Callable[[], None], device: torch.device, undo: Callable[[], 
 def fused(model: Decoder, draws: Draws, one: bool) -> Generator[None]:
     """While it is open, norms, projections and feed-forward layers of the model are compiled, each kind once.
 
-    So is the draw of the largest logits; sums of probabilities keep their order. one: the model's own methods are not
-    called (`one_row.py`). Triton reads the weights for one row faster than cuBLAS, with tiles that torch searches for.
-    What two products of one row make together is stored once: else each program of the next product computes it again.
+    So is the draw of the largest logits; sums of probabilities keep their order. Triton reads the weights for one row
+    faster than cuBLAS, with tiles that torch searches for. What two products of one row make together is stored once:
+    else each program of the next product computes it again. one: the step is that of `one_row.py`, without the model's
+    own methods.
     """
     alone = len(draws.token) == 1
     options: dict[str, Any] = {"coordinate_descent_tuning": alone}
     finish = {**options, "realize_acc_reads_threshold": 1} if alone else options
-    parts: list[tuple[Any, str]] = [] if draws.chances is not None else [(draws, "draw")]
-    parts += [
+    parts: list[tuple[Any, str]] = [
         (module.get_submodule(at), name)
-        for module in model.modules()
+        for module in ([] if one else model.modules())
         for kind, paths in FUSED.items()
-        if isinstance(module, kind) and not one
+        if isinstance(module, kind)
         for at, _, name in (path.rpartition(".") for path in paths)
     ]
+    if draws.chances is None:
+        parts.append((draws, "draw"))
     with _fusing:
         before = [vars(part).get(name) for part, name in parts]
         for part, name in parts:

@@ -99,7 +99,7 @@ class Llama(Decoder):
 
     @property
     def mask(self) -> Mask:
-        """Without another mask: one node, whose reach decode follows on the device."""
+        """The mask of a call without one: a single node, whose reach decode follows on the device."""
         window = self.config.sliding_window
         return masks.window(window - 1, 0) if window else masks.causal()
 

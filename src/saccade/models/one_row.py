@@ -9,19 +9,20 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import api
-from ..backends import load
 from ..caches.contiguous import KVCache
-from ..errors import Unsupported
-from .blocks import Attention, Block, RMSNorm, SwiGLU
-from .llama import Llama
+from .blocks import Attention, Block, Linear, RMSNorm, SwiGLU
+from .llama import Llama, LlamaStack
 
 if TYPE_CHECKING:
-    from ..backends.triton.one_row import Input, Matrix
+    from ..backends.triton.kernels.one_row import Row, Weight
 
-KINDS = Block, Attention, SwiGLU
+
+# the modules of a block, in their order, and those around the blocks
+BLOCK = [Block, RMSNorm, Attention, *[Linear] * 4, *[nn.Identity] * 2, RMSNorm, SwiGLU, *[Linear] * 3]
+AROUND = [Llama, LlamaStack, nn.Embedding, RMSNorm]
 
 
 def step_of(model: Any, caches: Sequence[Any], backend: str | None) -> Callable[[Tensor], Tensor] | None:
@@ -29,23 +30,29 @@ def step_of(model: Any, caches: Sequence[Any], backend: str | None) -> Callable[
 
     It appends the token to the caches and adds 1 to their lengths, which must be one array.
     """
-    if not isinstance(model, Llama) or model.device.type != "cuda" or torch.version.hip:
+    if model.device.type != "cuda" or torch.version.hip or backend not in (None, "triton"):
         return None
-    plain = all(type(cache) is KVCache and not cache.quantised and len(cache.lengths) == 1 for cache in caches)
-    kinds = all((type(block), type(block.self_attn), type(block.mlp)) == KINDS for block in model.blocks)
-    if not (plain and kinds and backend in (None, "triton") and _can_run()):
+    one = all(type(cache) is KVCache and not cache.quantised and len(cache.lengths) == 1 for cache in caches)
+    if not (one and is_plain(model)):
         return None
     tensors = [*model.parameters(), *(cache.k for cache in caches)]
     alike = {(x.dtype, x.device, x.is_contiguous()) for x in tensors} == {(tensors[0].dtype, model.device, True)}
     return OneRow(model, caches).logits if alike and tensors[0].itemsize < 8 else None
 
 
-def _can_run() -> bool:
-    try:
-        load("triton")
-    except Unsupported:
+def is_plain(model: Any) -> bool:
+    """Whether a model is a Llama of its own modules, and none of them has a hook or a changed method."""
+    if type(model) is not Llama or any(map(_changed, model.modules())):
         return False
-    return True
+    stack, head = model.model, model.lm_head
+    around = [type(module) for module in (model, stack, stack.embed_tokens, stack.norm)] == AROUND
+    blocks = all([type(module) for module in block.modules()] == BLOCK for block in model.blocks)
+    return around and blocks and (head is None or type(head) is Linear)
+
+
+def _changed(module: nn.Module) -> bool:
+    hooks = module._forward_hooks or module._forward_pre_hooks  # pyright: ignore[reportPrivateUsage]
+    return bool(hooks) or any(callable(getattr(type(module), name, None)) for name in vars(module))
 
 
 class OneRow:
@@ -72,20 +79,20 @@ class OneRow:
         torch.index_select(model.model.embed_tokens.weight, 0, token, out=self.x[None])
         for block, cache in zip(model.blocks, self.caches, strict=True):
             attention, mlp = cast("Attention", block.self_attn), cast("SwiGLU", block.mlp)
-            matrices = [self._matrix(one) for one in (attention.q_proj, attention.k_proj, attention.v_proj)]
+            qkv = [self._weight(one) for one in (attention.q_proj, attention.k_proj, attention.v_proj)]
             cached = cache.k, cache.v, self.lengths
-            kernels.project(self._normed(block.input_layernorm), matrices, self.turn, cached, self.q)
+            kernels.project(self._normed(block.input_layernorm), qkv, self.turn, cached, self.q)
             attended = api.decode(self.q[None, None], cache, mask=model.mask, backend="triton")
-            kernels.product(kernels.Input(attended.flatten()), self._matrix(attention.o_proj), self.y, self.x)
-            gate, up = self._matrix(mlp.gate_proj), self._matrix(mlp.up_proj)
+            kernels.product(kernels.Row(attended.flatten()), self._weight(attention.o_proj), self.y, self.x)
+            gate, up = self._weight(mlp.gate_proj), self._weight(mlp.up_proj)
             kernels.gated(self._normed(block.post_attention_layernorm, self.y), gate, up, self.hidden)
-            kernels.product(kernels.Input(self.hidden), self._matrix(mlp.down_proj), self.x, self.y)
+            kernels.product(kernels.Row(self.hidden), self._weight(mlp.down_proj), self.x, self.y)
         head = model.model.embed_tokens if model.lm_head is None else model.lm_head
-        kernels.product(self._normed(model.model.norm), self._matrix(head), self.out)
+        kernels.product(self._normed(model.model.norm), self._weight(head), self.out)
         return self.out[None]
 
-    def _normed(self, norm: RMSNorm, x: Tensor | None = None) -> Input:
-        return self.kernels.Input(self.x if x is None else x, norm.weight, norm.eps)
+    def _normed(self, norm: RMSNorm, x: Tensor | None = None) -> Row:
+        return self.kernels.Row(self.x if x is None else x, norm.weight, norm.eps)
 
-    def _matrix(self, module: Any) -> Matrix:
-        return self.kernels.Matrix(module.weight, getattr(module, "bias", None))
+    def _weight(self, module: Any) -> Weight:
+        return self.kernels.Weight(module.weight, getattr(module, "bias", None))

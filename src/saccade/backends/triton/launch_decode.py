@@ -64,8 +64,8 @@ def _in_ranges(
     n = p.B * p.Tq * p.Hq
     width = p.Dv + 2 + p.return_entropy
     parts = call.scratch(n * split.n * width, like=lse) if split.n > 1 else None
-    config = call.config(tile, mask)._replace(**call.columns._asdict(), ENTROPY=p.return_entropy)
-    config = config._replace(OVERLAP=overlaps(call.chip))
+    more = {"ENTROPY": p.return_entropy, "OVERLAP": overlaps(call.chip)}
+    config = call.config(tile, mask)._replace(**call.columns._asdict(), **more)
     args = (
         Results(array(o), lse, parts, *call.more),
         call.scores_of(0),

@@ -6,7 +6,7 @@ Weights, norms and angles are read while the kernel before still runs, so that k
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -22,34 +22,19 @@ WARPS = 4
 TILE = Tile(WARPS, PIECE, WARPS, 1)
 
 
-class Matrix(NamedTuple):
-    """A contiguous weight [m, n] and a bias [m] or None."""
-
-    weight: Tensor
-    bias: Tensor | None = None
-
-
-class Input(NamedTuple):
-    """A row [n] of a product, and the weight and epsilon of an RMS norm that it passes first; None for no norm."""
-
-    row: Tensor
-    norm: Tensor | None = None
-    eps: float = 0.0
+def product(x: Row, weight: Weight, out: Tensor, added: Tensor | None = None) -> None:
+    """Write weight · x, plus `added` [m], to out [m]."""
+    m = len(weight.p)
+    _run(kernels.product, -(-m // WARPS), x, weight, added, out, m, _sizes(x, 1))
 
 
-def product(x: Input, matrix: Matrix, out: Tensor, added: Tensor | None = None) -> None:
-    """Write matrix · x, plus `added` [m], to out [m]."""
-    m = len(matrix.weight)
-    _run(kernels.product, -(-m // WARPS), x, Weight(*matrix), added, out, m, _sizes(x, 1))
-
-
-def gated(x: Input, gate: Matrix, up: Matrix, out: Tensor) -> None:
+def gated(x: Row, gate: Weight, up: Weight, out: Tensor) -> None:
     """Write silu(gate · x) · (up · x) to out [m]."""
-    m = len(gate.weight)
-    _run(kernels.gated, -(-m // WARPS), x, Weight(*gate), Weight(*up), out, m, _sizes(x, 2))
+    m = len(gate.p)
+    _run(kernels.gated, -(-m // WARPS), x, gate, up, out, m, _sizes(x, 2))
 
 
-def project(x: Input, qkv: Sequence[Matrix], turn: Sequence[Tensor], cached: Sequence[Tensor], out: Tensor) -> None:
+def project(x: Row, qkv: Sequence[Weight], turn: Sequence[Tensor], cached: Sequence[Tensor], out: Tensor) -> None:
     """Write the rotated queries of x to out [Hq, D], and its rotated keys and its values to the last slot of a cache.
 
     turn: cosines and sines, float32 [positions, D / 2] each. cached: keys and values [1, capacity, Hk, D] whose last
@@ -59,19 +44,18 @@ def project(x: Input, qkv: Sequence[Matrix], turn: Sequence[Tensor], cached: Seq
     heads = Heads(len(out), *k.shape[2:])
     grid = (heads.Hq + 2 * heads.Hk) * -(-heads.D // 2 // WARPS)
     cache = Cache(k, k.stride(1), k.stride(2), v, v.stride(1), v.stride(2), length, k.shape[1])
-    to = Projections(*(Weight(*matrix) for matrix in qkv), *turn)
-    _run(kernels.project, grid, x, to, cache, out, _sizes(x, 2), heads)
+    _run(kernels.project, grid, x, Projections(*qkv, *turn), cache, out, _sizes(x, 2), heads)
 
 
-def _sizes(x: Input, matrices: int) -> Sizes:
-    n, most = len(x.row), HELD // (matrices * x.row.itemsize)
+def _sizes(x: Row, matrices: int) -> Sizes:
+    n, most = len(x.p), HELD // (matrices * x.p.itemsize)
     return Sizes(n, min(block(n), PIECE), most, WARPS, overlaps(_chip(x)))
 
 
-def _run(kernel: Any, grid: int, x: Input, *args: Any) -> None:
-    with on(x.row):
-        PLAIN.start(kernel, grid, Row(*x), *args, tile=TILE, **early(_chip(x)))
+def _run(kernel: Any, grid: int, x: Row, *args: Any) -> None:
+    with on(x.p):
+        PLAIN.start(kernel, grid, x, *args, tile=TILE, **early(_chip(x)))
 
 
-def _chip(x: Input) -> str:
-    return chip_of(str(x.row.device))
+def _chip(x: Row) -> str:
+    return chip_of(str(x.p.device))

@@ -20,7 +20,7 @@ class Weight(NamedTuple):
     """A contiguous matrix [m, n] and a bias [m] or None."""
 
     p: Any
-    bias: Any
+    bias: Any = None
 
 
 class Projections(NamedTuple):
@@ -37,8 +37,8 @@ class Row(NamedTuple):
     """A vector [n], and the weight [n] and epsilon of an RMS norm that it passes first; None for no norm."""
 
     p: Any
-    norm: Any
-    eps: Any
+    norm: Any = None
+    eps: Any = 0.0
 
 
 class Cache(NamedTuple):
