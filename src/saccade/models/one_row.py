@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .. import api
 from ..caches.contiguous import KVCache
+from ..captures import keep_captured
 from .blocks import Attention, Block, Linear, RMSNorm, SwiGLU
 from .llama import Llama, LlamaStack
 
@@ -70,11 +71,14 @@ class OneRow:
         self.q = new(config.num_attention_heads, config.head_dim)
         self.x, self.y = new(config.hidden_size), new(config.hidden_size)
         self.hidden, self.out = new(config.intermediate_size), new(config.vocab_size)
+        self.arrays = *self.turn, self.q, self.x, self.y, self.hidden, self.out
 
     @torch.no_grad()
     def logits(self, token: Tensor) -> Tensor:
         """int64 [1] -> [1, vocab]."""
         model, kernels = self.model, self.kernels
+        # a graph outlives this object
+        keep_captured(self.arrays, model.device)
         self.lengths += 1
         torch.index_select(model.model.embed_tokens.weight, 0, token, out=self.x[None])
         for block, cache in zip(model.blocks, self.caches, strict=True):

@@ -16,8 +16,8 @@ from .kernels.one_row import Cache, Heads, Projections, Row, Sizes, Weight
 from .launch import PLAIN
 from .tiles import Tile, block
 
-# numbers of a row that a warp reads at once, and bytes of weights of which it has read the first ones before it waits
-PIECE, HELD = 256, 8192
+# numbers of a row that a warp reads at once; bytes of weights that it reads before it waits, and at a time after that
+PIECE, FIRST, LATER = 256, 8192, 4096
 WARPS = 4
 TILE = Tile(WARPS, PIECE, WARPS, 1)
 
@@ -31,7 +31,7 @@ def product(x: Row, weight: Weight, out: Tensor, added: Tensor | None = None) ->
 def gated(x: Row, gate: Weight, up: Weight, out: Tensor) -> None:
     """Write silu(gate · x) · (up · x) to out [m]."""
     m = len(gate.p)
-    _run(kernels.gated, -(-m // WARPS), x, gate, up, out, m, _sizes(x, 2))
+    _run(kernels.gated, -(-m // (2 * WARPS)), x, gate, up, out, m, _sizes(x, 4))
 
 
 def project(x: Row, qkv: Sequence[Weight], turn: Sequence[Tensor], cached: Sequence[Tensor], out: Tensor) -> None:
@@ -48,8 +48,12 @@ def project(x: Row, qkv: Sequence[Weight], turn: Sequence[Tensor], cached: Seque
 
 
 def _sizes(x: Row, matrices: int) -> Sizes:
-    n, most = len(x.p), HELD // (matrices * x.p.itemsize)
-    return Sizes(n, min(block(n), PIECE), most, WARPS, overlaps(_chip(x)))
+    n = len(x.p)
+    piece = min(block(n), PIECE)
+    first, later = (max(1, most // (matrices * piece * x.p.itemsize)) for most in (FIRST, LATER))
+    first = min(first, -(-n // piece))
+    ragged = n % piece > 0 or max(0, n - first * piece) % (later * piece) > 0
+    return Sizes(n, piece, first, later, ragged, WARPS, overlaps(_chip(x)))
 
 
 def _run(kernel: Any, grid: int, x: Row, *args: Any) -> None:

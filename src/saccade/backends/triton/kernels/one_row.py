@@ -55,13 +55,16 @@ class Cache(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Constants of a product: n numbers of a row, PIECE at a time, of which a program holds those of HELD numbers; ROWS
-    of a program, one for each of its warps, which then need not wait for one another; OVERLAP as above.
+    """Constants of a product: n numbers of a row, PIECE at a time; FIRST pieces before a program waits for the row, and
+    LATER pieces at a time after that; RAGGED, whether the last ones end beyond the row; ROWS of a program, one for each
+    of its warps, which then need not wait for one another; OVERLAP as above.
     """
 
     n: Any
     PIECE: Any
-    HELD: Any
+    FIRST: Any
+    LATER: Any
+    RAGGED: Any
     ROWS: Any
     OVERLAP: Any
 
@@ -75,67 +78,77 @@ class Heads(NamedTuple):
 
 
 @triton.jit
-def _pieces(p, step, ok, at: tl.constexpr, sizes: tl.constexpr):
-    # the numbers at to at + HELD of rows that are `step` apart, PIECE at a time
-    END: tl.constexpr = min(at + sizes.HELD, sizes.n)
+def _pieces(p, step, ok, at, MANY: tl.constexpr, sizes: tl.constexpr):
+    # MANY pieces, from number `at` on, of rows that are `step` apart
     PIECE: tl.constexpr = sizes.PIECE
     pieces = ()
-    for k0 in tl.static_range(at, END, PIECE):
-        k = k0 + tl.arange(0, PIECE)
+    for i in tl.static_range(MANY):
+        k = at + i * PIECE + tl.arange(0, PIECE)
         there = ok[:, None]
-        if k0 + PIECE > sizes.n:
+        if sizes.RAGGED:
             there = there & (k < sizes.n)[None, :]
         pieces = pieces + (tl.load(p + step[:, None] + k[None, :], mask=there, other=0.0),)
     return pieces
 
 
 @triton.jit
-def _finished(y, squares, row, bias, at, ok, sizes: tl.constexpr):
-    # the sums of a product, divided by the root of the mean square, plus the bias
-    y = tl.sum(y, 1)
+def _added(row, weights, sums, squares, at, FIRST: tl.constexpr, MANY: tl.constexpr, sizes: tl.constexpr):
+    # the sums of products and of squares, with MANY more pieces from number `at` on
+    COUNT: tl.constexpr = len(sums)
+    held = ()
+    for j in tl.static_range(COUNT):
+        held = held + (_pieces(weights[j][0], weights[j][1].to(tl.int64) * sizes.n, weights[j][2], at, MANY, sizes),)
+    # each warp has the whole row, in the layout of the weights
+    ROWS: tl.constexpr = sizes.ROWS
+    same = (0 * tl.arange(0, ROWS)).to(tl.int64)
+    norm = ()
     if row.norm is not None:
-        y *= tl.rsqrt(tl.sum(squares, 1) / sizes.n + row.eps)
-    if bias is not None:
-        y += tl.load(bias + at, mask=ok, other=0.0).to(tl.float32)
-    return y
+        norm = _pieces(row.norm, same, same == 0, at, MANY, sizes)
+    if FIRST:
+        wait(sizes.OVERLAP)
+    numbers = _pieces(row.p, same, same == 0, at, MANY, sizes)
+    for i in tl.static_range(MANY):
+        x = numbers[i].to(tl.float32)
+        if row.norm is not None:
+            squares += x * x
+            x *= norm[i].to(tl.float32)
+        more = ()
+        for j in tl.static_range(COUNT):
+            more = more + (sums[j] + held[j][i].to(tl.float32) * x,)
+        sums = more
+    return sums, squares
 
 
 @triton.jit
-def _products(row, a, b, ok, TWO: tl.constexpr, sizes: tl.constexpr):
-    # the row times rows of a weight and, if TWO, of another; a and b: its pointer, its bias, the numbers of the rows
-    n: tl.constexpr = sizes.n
-    HELD: tl.constexpr = sizes.HELD
+def _products(row, weights, COUNT: tl.constexpr, sizes: tl.constexpr):
+    # the row times rows of COUNT weights, each of which is a pointer, numbers of rows, and which of them there are
+    FIRST: tl.constexpr = sizes.FIRST
+    LATER: tl.constexpr = sizes.LATER
     PIECE: tl.constexpr = sizes.PIECE
     ROWS: tl.constexpr = sizes.ROWS
-    y = tl.zeros([ROWS, PIECE], tl.float32)
-    z, squares = y, y
-    from_a, from_b, same = a[2].to(tl.int64) * n, b[2].to(tl.int64) * n, 0 * a[2]
-    for at in tl.static_range(0, n, HELD):
-        first = _pieces(a[0], from_a, ok, at, sizes)
-        second = first
-        if TWO:
-            second = _pieces(b[0], from_b, ok, at, sizes)
-        weights = first
-        if row.norm is not None:
-            weights = _pieces(row.norm, same, ok, at, sizes)
-        if at == 0:
-            wait(sizes.OVERLAP)
-        # each warp has the whole row
-        numbers = _pieces(row.p, same, ok, at, sizes)
-        for i in tl.static_range((min(HELD, n - at) + PIECE - 1) // PIECE):
-            x = numbers[i].to(tl.float32)
-            if row.norm is not None:
-                squares += x * x
-                x *= weights[i].to(tl.float32)
-            y += first[i].to(tl.float32) * x
-            if TWO:
-                z += second[i].to(tl.float32) * x
-    y = _finished(y, squares, row, a[1], a[2], ok, sizes)
-    if TWO:
-        z = _finished(z, squares, row, b[1], b[2], ok, sizes)
-        return y, z
-    else:
-        return y, y
+    squares = tl.zeros([ROWS, PIECE], tl.float32)
+    sums = ()
+    for _ in tl.static_range(COUNT):
+        sums = sums + (squares,)
+    sums, squares = _added(row, weights, sums, squares, 0, True, FIRST, sizes)
+    if sizes.n > FIRST * PIECE:
+        # not unrolled: registers would not suffice for long rows
+        for at in range(FIRST * PIECE, sizes.n, LATER * PIECE):
+            sums, squares = _added(row, weights, sums, squares, at, False, LATER, sizes)
+    scale = 1.0
+    if row.norm is not None:
+        scale = tl.rsqrt(tl.sum(squares, 1) / sizes.n + row.eps)
+    results = ()
+    for j in tl.static_range(COUNT):
+        results = results + (tl.sum(sums[j], 1) * scale,)
+    return results
+
+
+@triton.jit
+def _with_bias(y, weight, at, ok):
+    if weight.bias is not None:
+        y += tl.load(weight.bias + at, mask=ok, other=0.0).to(tl.float32)
+    return y
 
 
 @triton.jit
@@ -144,8 +157,7 @@ def product(row, weight, added, out, m, sizes: tl.constexpr):
     start(sizes.OVERLAP)
     at = tl.program_id(0) * sizes.ROWS + tl.arange(0, sizes.ROWS)
     ok = at < m
-    rows = weight.p, weight.bias, at
-    y, _ = _products(row, rows, rows, ok, False, sizes)
+    y = _with_bias(_products(row, ((weight.p, at, ok),), 1, sizes)[0], weight, at, ok)
     if added is not None:
         y += tl.load(added + at, mask=ok, other=0.0).to(tl.float32)
     tl.store(out + at, y.to(out.dtype.element_ty), mask=ok)
@@ -153,11 +165,22 @@ def product(row, weight, added, out, m, sizes: tl.constexpr):
 
 @triton.jit
 def gated(row, gate, up, out, m, sizes: tl.constexpr):
-    """out [m] = silu(gate row) · (up row). Grid: blocks of ROWS rows of both weights."""
+    """out [m] = silu(gate row) · (up row). Grid: blocks of 2 ROWS rows of both weights."""
     start(sizes.OVERLAP)
-    at = tl.program_id(0) * sizes.ROWS + tl.arange(0, sizes.ROWS)
-    ok = at < m
-    g, u = _products(row, (gate.p, gate.bias, at), (up.p, up.bias, at), ok, True, sizes)
+    ROWS: tl.constexpr = sizes.ROWS
+    first = tl.program_id(0) * (2 * ROWS) + tl.arange(0, ROWS)
+    last = first + ROWS
+    # two rows of both for each warp, which reads the row once for them
+    one, two = first < m, last < m
+    weights = ((gate.p, first, one), (up.p, first, one), (gate.p, last, two), (up.p, last, two))
+    sums = _products(row, weights, 4, sizes)
+    _store_gated(out, sums[0], sums[1], gate, up, first, one)
+    _store_gated(out, sums[2], sums[3], gate, up, last, two)
+
+
+@triton.jit
+def _store_gated(out, g, u, gate, up, at, ok):
+    g, u = _with_bias(g, gate, at, ok), _with_bias(u, up, at, ok)
     tl.store(out + at, (g / (1.0 + tl.exp(-g)) * u).to(out.dtype.element_ty), mask=ok)
 
 
@@ -165,7 +188,8 @@ def gated(row, gate, up, out, m, sizes: tl.constexpr):
 def _pairs(row, weight, h, pair, ok, sizes: tl.constexpr, D: tl.constexpr):
     # the products of head h with both halves of these pairs, which are D / 2 apart
     at = h * D + pair
-    return _products(row, (weight.p, weight.bias, at), (weight.p, weight.bias, at + D // 2), ok, True, sizes)
+    y, z = _products(row, ((weight.p, at, ok), (weight.p, at + D // 2, ok)), 2, sizes)
+    return _with_bias(y, weight, at, ok), _with_bias(z, weight, at + D // 2, ok)
 
 
 @triton.jit
