@@ -43,7 +43,7 @@ def close(found: torch.Tensor, want: torch.Tensor) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("bias", [False, True])
-# the last row is longer than what is held of a weight
+# the last row is longer than what is read of a weight before the wait
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (20, 7), (1000, 13), (4500, 6)])
 def test_products(n: int, m: int, bias: bool, dtype: torch.dtype, drawn: Any) -> None:
     x, norm, added = drawn(n, dtype=dtype), drawn(n, dtype=dtype), drawn(m, dtype=dtype)

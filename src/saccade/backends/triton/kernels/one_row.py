@@ -92,19 +92,20 @@ def _pieces(p, step, ok, at, MANY: tl.constexpr, sizes: tl.constexpr):
 
 
 @triton.jit
-def _added(row, weights, sums, squares, at, FIRST: tl.constexpr, MANY: tl.constexpr, sizes: tl.constexpr):
-    # the sums of products and of squares, with MANY more pieces from number `at` on
+def _added(row, weights, sums, squares, at, EARLY: tl.constexpr, sizes: tl.constexpr):
+    # the sums of products and of squares, with more pieces from number `at` on; EARLY: those that do not wait
+    MANY: tl.constexpr = sizes.FIRST if EARLY else sizes.LATER
     COUNT: tl.constexpr = len(sums)
-    held = ()
+    tiles = ()
     for j in tl.static_range(COUNT):
-        held = held + (_pieces(weights[j][0], weights[j][1].to(tl.int64) * sizes.n, weights[j][2], at, MANY, sizes),)
+        tiles = tiles + (_pieces(weights[j][0], weights[j][1].to(tl.int64) * sizes.n, weights[j][2], at, MANY, sizes),)
     # each warp has the whole row, in the layout of the weights
     ROWS: tl.constexpr = sizes.ROWS
     same = (0 * tl.arange(0, ROWS)).to(tl.int64)
     norm = ()
     if row.norm is not None:
         norm = _pieces(row.norm, same, same == 0, at, MANY, sizes)
-    if FIRST:
+    if EARLY:
         wait(sizes.OVERLAP)
     numbers = _pieces(row.p, same, same == 0, at, MANY, sizes)
     for i in tl.static_range(MANY):
@@ -114,7 +115,7 @@ def _added(row, weights, sums, squares, at, FIRST: tl.constexpr, MANY: tl.conste
             x *= norm[i].to(tl.float32)
         more = ()
         for j in tl.static_range(COUNT):
-            more = more + (sums[j] + held[j][i].to(tl.float32) * x,)
+            more = more + (sums[j] + tiles[j][i].to(tl.float32) * x,)
         sums = more
     return sums, squares
 
@@ -130,11 +131,11 @@ def _products(row, weights, COUNT: tl.constexpr, sizes: tl.constexpr):
     sums = ()
     for _ in tl.static_range(COUNT):
         sums = sums + (squares,)
-    sums, squares = _added(row, weights, sums, squares, 0, True, FIRST, sizes)
+    sums, squares = _added(row, weights, sums, squares, 0, True, sizes)
     if sizes.n > FIRST * PIECE:
         # not unrolled: registers would not suffice for long rows
         for at in range(FIRST * PIECE, sizes.n, LATER * PIECE):
-            sums, squares = _added(row, weights, sums, squares, at, False, LATER, sizes)
+            sums, squares = _added(row, weights, sums, squares, at, False, sizes)
     scale = 1.0
     if row.norm is not None:
         scale = tl.rsqrt(tl.sum(squares, 1) / sizes.n + row.eps)
