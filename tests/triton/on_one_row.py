@@ -149,3 +149,17 @@ def test_what_has_no_such_steps() -> None:
     assert is_plain(model)
     model.model.norm.bfloat16()
     assert not found()
+
+
+def test_a_graph_keeps_the_arrays_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They must live as long as the graph, which is longer than the object that made them."""
+    model, kept = Llama(LlamaConfig(**LLAMA)).to(DEVICE), list[torch.Tensor]()
+    caches = model.make_caches(1, 10)
+    for cache in caches:
+        cache.follow(caches[0].lengths)
+    monkeypatch.setattr("saccade.models.one_row.keep_captured", lambda arrays, _: kept.extend(arrays))
+    step = OneRow(model, caches)
+    step.logits(torch.tensor([3], device=DEVICE))
+    own = [x for x in vars(step).values() if isinstance(x, torch.Tensor) and x is not step.lengths]
+    assert {id(x) for x in kept} == {id(x) for x in (*own, *step.turn)}
+    assert len(own) == 5
