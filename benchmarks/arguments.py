@@ -21,20 +21,21 @@ PACKAGES = {
 }
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser of `out`, --only, --part and --commit; a script adds its own arguments."""
+def parser(description: str | None, resumes: bool = False) -> argparse.ArgumentParser:
+    """A parser of `out`, --only, --part, --commit, and --resume if it resumes; a script adds its own arguments."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the CSV to write")
     parser.add_argument("--only", default="", help="cases whose name contains this word")
     parser.add_argument("--part", default="1/1", help="a slice of the cases: 2/3 is the second of three")
     parser.add_argument("--commit", default="", help="the commit to write if git reports none")
-    parser.add_argument("--resume", action="store_true", help="keep the cases that `out` already has of this commit")
+    if resumes:
+        parser.add_argument("--resume", action="store_true", help="keep the cases of this commit in `out`")
     return parser
 
 
-def gpu_parser(description: str | None) -> argparse.ArgumentParser:
+def gpu_parser(description: str | None, resumes: bool = True) -> argparse.ArgumentParser:
     """`parser`, and --using."""
-    words = parser(description)
+    words = parser(description, resumes)
     words.add_argument("--using", nargs="*", default=[], help="forms of the kernels that all calls use")
     return words
 
@@ -47,7 +48,7 @@ def started(words: argparse.ArgumentParser) -> tuple[argparse.Namespace, Environ
     args = words.parse_args()
     torch.manual_seed(0)
     env = gpu_environment(args.commit)
-    earlier = kept(args.out, env) if args.resume else []
+    earlier = kept(args.out, env) if vars(args).get("resume") else []
     print(env.driver, *(f"{peer} {version_of(peer)}" for peer in PACKAGES), f"{len(earlier)} rows kept", sep="; ")
     return args, env, earlier
 

@@ -84,7 +84,7 @@ def rows(env: Environment, Tk: int) -> Iterator[Row]:
 
 def main() -> None:
     """Measure and write the rows."""
-    words = gpu_parser(__doc__)
+    words = gpu_parser(__doc__, resumes=False)
     words.add_argument("--keys", type=int, default=KEYS)
     args, env, _ = started(words)
     with forms.using(args.using):

@@ -281,7 +281,7 @@ def seconds_of_bytes(model: Any, case: Case) -> float:
 
 def main() -> None:
     """Measure and write the rows."""
-    arguments = parser(__doc__)
+    arguments = parser(__doc__, resumes=True)
     arguments.add_argument("--device", default="cpu")
     arguments.add_argument("--model", type=Path, help="a run of `saccade train`, with and without drafts")
     args = arguments.parse_args()

@@ -266,7 +266,7 @@ def check_curve(words: argparse.ArgumentParser, args: argparse.Namespace) -> Non
 
 def main() -> None:
     """Measure and write the rows."""
-    words = parser(__doc__)
+    words = parser(__doc__, resumes=True)
     words.add_argument("--data", type=Path, required=True, help="a folder of tokens with the preset's vocabulary")
     words.add_argument("--preset", default="llama-30m")
     words.add_argument("--context", type=int, nargs="*", default=[1024, 4096])

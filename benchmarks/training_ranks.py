@@ -140,7 +140,7 @@ def killed(args: argparse.Namespace, base: Row, context: int, folder: Path) -> I
 
 def main() -> None:
     """Measure and write the rows."""
-    words = parser(__doc__)
+    words = parser(__doc__, resumes=True)
     words.add_argument("--data", type=Path, required=True, help="a folder of tokens with the preset's vocabulary")
     words.add_argument("--preset", default="llama-350m")
     words.add_argument("--ranks", type=int, default=2)
