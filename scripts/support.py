@@ -75,8 +75,8 @@ biases, ALiBi, sinks and dropout (Philox-4x32-10).
 - **Head sizes**: D and Dv from 1 to 1024.
 - **Keys**: in pages of any size (`PagedKVCache`, `PagedKeys`, `paged_attention`), and as codes of 8 or 4 bits
   (`quantised=`). Both have no gradients.
-- **Instruction sets**: x86-64 base, v3 (AVX2), AVX-512, AVX-512 with bf16. All four pass the contract suite.
-  `SACCADE_ISA` forces one.
+- **Instruction sets**: x86-64 base, v3 (AVX2), AVX-512, AVX-512 with bf16, AMX; arm64 NEON, with and without bf16, in
+  an emulator. `SACCADE_ISA` forces one.
 - **torch 2.13 with Python 3.11**: custom operators, autograd, `torch.compile`, `torch.func`, autocast, checkpoint,
   FSDP2, `torch.export` with AOTInductor, ONNX ([Export and JAX](export.md)).
 - **JAX 0.10**: `jit`, `grad` and `vmap` on its CPU arrays, with the options of the table.

@@ -45,7 +45,7 @@ class Case(NamedTuple):
         return "-".join(f"{name}-{version}" for name, version in parts.items() if version)
 
 
-# each Python with the newest of all, and each older version of NumPy and torch once
+# each Python with the versions of constraints.txt, and each other version of NumPy and torch once
 CASES = (
     Case("3.10"),
     Case("3.11"),
