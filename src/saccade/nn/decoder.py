@@ -83,8 +83,8 @@ class Attention(nn.Module):
             x: [B, T, dim].
             mask: which keys each query sees, an expression of `saccade.mask`; None for all. `causal` still applies.
             context: [B, S, dim], keys and values in place of x. They are not rotated, and `causal` does not apply.
-            cache: a cache to which the T tokens are appended first; they attend to all tokens in it. A cache has no
-                gradient, so call under `torch.no_grad()`.
+            cache: a cache to which the T tokens are appended first. They attend to the tokens in it that `mask` and
+                `causal` allow. A cache has no gradient, so call under `torch.no_grad()`.
             positions: [T] or [B, T], for the rotation; None counts from 0, or from the next position of the cache.
             backend: as in `saccade.attention`.
 

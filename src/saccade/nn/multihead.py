@@ -26,7 +26,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     gradients are the same as torch's, with these differences:
 
     - `need_weights` is False by default, because weights take O(Tq·Tk) memory and more time than the output.
-    - A query that sees no key gets zeros, and weights of 0, where torch returns NaN.
+    - For a query that sees no key, attention is 0, so the output is the bias of `out_proj`, and weights are 0. torch
+      returns NaN with `need_weights`.
     - `is_causal=True` needs no attn_mask, and a call may give an expression of `saccade.mask`.
     - Dropout follows the Philox pattern of `saccade.attention`, so other weights are dropped.
     - `torch.nn.TransformerEncoderLayer` calls this module even in eval mode, because a pre-hook keeps that layer from
