@@ -44,9 +44,9 @@ def attention(
     Args:
         q: [B, Tq, Hq, D], or [Tq, Hq, D] for B = 1 (then also k and v). q, k and v have one type and one dtype:
             torch tensors or NumPy arrays of float32, bfloat16, float16 or float64, with any strides (only a last
-            dimension that is not contiguous is copied); CUDA tensors of float8_e4m3fn with `descale`; arrays of `saccade.backends.webgpu.array`, float32 or float16,
-            whose results stay on the device, as float32; MLX arrays, also under `mx.grad`; or JAX arrays on the CPU,
-            also under `jax.jit`, `jax.grad` and `jax.vmap`.
+            dimension that is not contiguous is copied); CUDA tensors of float8_e4m3fn with `descale`; arrays of
+            `saccade.backends.webgpu.array`, float32 or float16, whose results stay on the device, as float32; MLX
+            arrays, also under `mx.grad`; or JAX arrays on the CPU, also under `jax.jit`, `jax.grad` and `jax.vmap`.
         k: [B, Tk, Hk, D]. Hk divides Hq; query head h reads key head h // (Hq / Hk) (Ainslie et al., 2023).
         v: [B, Tk, Hk, Dv].
         mask: which keys each query sees, an expression of `saccade.mask`; None for all keys.
