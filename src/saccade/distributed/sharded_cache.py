@@ -231,6 +231,13 @@ def move(
     directly from each rank that has them to each rank that needs them.
 
     Raises ValueError for slices that do not fit the layout, and PeerError as in `decode`.
+
+    Examples:
+        >>> from saccade.distributed import move  # on every rank, after init_process_group
+        >>> keys = torch.arange(4.0).view(1, 4, 1, 1)
+        >>> (moved,) = move([keys], length=4, source=[0], target=[0], source_layout="zigzag")
+        >>> moved.flatten()
+        tensor([0., 1., 2., 3.])
     """
     peers = peers_of(group)
     with taking_part(peers):
