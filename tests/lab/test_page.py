@@ -48,6 +48,8 @@ def test_every_view_is_accessible_at_every_width(watched: Watch, axe: str, view:
             assert page.evaluate("document.documentElement.dataset.theme") == theme
             if width == 768:
                 continue
+            # the results fade in, and axe measures the contrast of the moment
+            it.until("getComputedStyle(document.querySelector('.out')).opacity === '1'")
             page.evaluate(axe)
             found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
             assert found["violations"] == [], json.dumps(found["violations"], indent=1)[:3000]
