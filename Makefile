@@ -24,7 +24,7 @@ mv build/$(LOG) $(LOGS)/$(LOG)
 endef
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help demo dev quick arm64 systems test test-all test-emulated test-metal test-gpu test-gpu-log bench-gpu test-gpus bench-gpus sanitize-gpu system docs check format bench wheel sanitize core tritons resources clean
+.PHONY: help demo newcomer dev quick arm64 systems test test-all test-emulated test-metal test-gpu test-gpu-log bench-gpu test-gpus bench-gpus sanitize-gpu system docs check format bench wheel sanitize core tritons resources clean
 .DELETE_ON_ERROR:
 
 help:
@@ -83,6 +83,9 @@ tritons: $(TRITONS) ## the other versions of Triton, in build/tritons
 
 arm64: $(VENV)/.tools ## an arm64 machine in software, in build/arm64, and the core for it
 	$(BIN)/python scripts/arm64.py
+
+newcomer: $(VENV)/.tools ## time the steps from a clone to a first result, and make demo in another clone
+	$(call LOGGED,$(BIN)/python,scripts/newcomer.sh)
 
 systems: $(VENV)/.tools ## compile the core for Windows and macOS with Zig's clang, in build/systems; nothing of it runs
 	$(call LOGGED,$(BIN)/python,$(BIN)/python scripts/other_systems.py)

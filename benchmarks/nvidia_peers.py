@@ -129,9 +129,9 @@ def flash4(case: Case, x: list[Tensor], deterministic: bool = False) -> Call | N
     if reach := reach_of(case):
         options["window_size"] = (reach, 0)
     if case.documents:
-        q, k, v, do = (a[0] for a in x)
-        ids = ids_of(case)
-        starts = torch.nn.functional.pad(ids.unique_consecutive(return_counts=True)[1].cumsum(0), (1, 0)).int().cuda()
+        q, k, v, do = (a.flatten(0, 1) for a in x)
+        counts = ids_of(case).unique_consecutive(return_counts=True)[1].repeat(case.B)
+        starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int().cuda()
         most = int(starts.diff().max())
         options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": most, "max_seqlen_k": most}
     attend = flash_attn_varlen_func if case.documents else flash_attn_func
