@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Times a stranger's path from a clone: the first picture, attention result and trained token, then `make demo`.
-# usage: scripts/newcomer.sh [repository]; prints a line for each step, in seconds since its clone
+# usage: make newcomer, or scripts/newcomer.sh [repository]; prints a line for each step, in seconds since its clone
 set -euo pipefail
 source=${1:-$(cd "$(dirname "$0")/.." && pwd)}
 work=$(mktemp -d)
