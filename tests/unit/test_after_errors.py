@@ -47,6 +47,32 @@ def test_caches_after_a_refused_mask(make: Any) -> None:
     torch.testing.assert_close(model(tokens[:, 4:], caches=caches), whole[:, 4:], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("make", [small, gpt2, hybrid])
+@pytest.mark.parametrize(
+    ("tokens", "error", "words"),
+    [
+        (
+            torch.tensor([[1, VOCABULARY]]),
+            ValueError,
+            f"token {VOCABULARY}; expected numbers from 0 to {VOCABULARY - 1}",
+        ),
+        (torch.tensor([[-1, 1]]), ValueError, "token -1; expected"),
+        (torch.tensor([1, 2]), ValueError, r"tokens has shape \[2\]; expected \[B, T\]"),
+        ([[1, 2]], TypeError, "tokens is a list; expected a tensor"),
+    ],
+)
+@torch.no_grad()
+def test_caches_after_refused_tokens(make: Any, tokens: Any, error: type, words: str) -> None:
+    model = make()
+    caches = model.make_caches(1, 9)
+    with pytest.raises(error, match=words):
+        model(tokens, caches=caches)
+    with pytest.raises(error, match=words):
+        model(tokens)
+    right = some_tokens(1, 3)
+    torch.testing.assert_close(model(right, caches=caches), model(right), rtol=1e-4, atol=1e-5)
+
+
 @torch.no_grad()
 def test_states_after_a_full_cache() -> None:
     """The states of layers before the one whose cache is full would have read the tokens."""

@@ -122,23 +122,38 @@ def unless_failed(hidden: Callable[..., Tensor]) -> Callable[..., Tensor]:
         caches: Any = None,
         backend: Where = None,
     ) -> Tensor:
+        if not isinstance(tokens, Tensor):
+            raise TypeError(f"tokens is a {type(tokens).__name__}; expected a tensor [B, T], a row for each text")
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens has shape {list(tokens.shape)}; expected [B, T], a row for each text")
         if positions is not None:
             check_positions(positions, tokens)
-        if caches is None:
-            return hidden(model, tokens, positions, mask, None, backend)
-        if len(caches) != len(model.blocks):
+        if caches is not None and len(caches) != len(model.blocks):
             raise ValueError(
                 f"caches has {len(caches)} caches and the model {len(model.blocks)} layers; expected one per layer, as "
                 "make_caches returns"
             )
-        undo = undoing(caches)
+        undo = undoing(caches) if caches is not None else None
         try:
             return hidden(model, tokens, positions, mask, caches, backend)
-        except BaseException:
-            undo()
+        except BaseException as error:
+            if undo is not None:
+                undo()
+            if isinstance(error, IndexError) and tokens.numel():
+                refuse_unknown(tokens, model.config.vocab_size)
             raise
 
     return call
+
+
+def refuse_unknown(tokens: Tensor, vocabulary: int) -> None:
+    """Raise ValueError if a token is outside the vocabulary; called after an error, because it waits for a GPU."""
+    outside = [token for token in (int(tokens.min()), int(tokens.max())) if not 0 <= token < vocabulary]
+    if outside:
+        raise ValueError(
+            f"tokens has token {outside[0]}; expected numbers from 0 to {vocabulary - 1}, those of the model: use its own "
+            "tokenizer"
+        )
 
 
 def check_positions(positions: Tensor, tokens: Tensor) -> None:
