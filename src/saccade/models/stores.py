@@ -151,8 +151,8 @@ def refuse_unknown(tokens: Tensor, vocabulary: int) -> None:
     outside = [token for token in (int(tokens.min()), int(tokens.max())) if not 0 <= token < vocabulary]
     if outside:
         raise ValueError(
-            f"tokens has token {outside[0]}; expected numbers from 0 to {vocabulary - 1}, those of the model: use its own "
-            "tokenizer"
+            f"tokens has token {outside[0]}; expected numbers from 0 to {vocabulary - 1}, those of the model: use its "
+            "own tokenizer"
         )
 
 
