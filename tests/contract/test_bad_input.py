@@ -204,7 +204,8 @@ def torch_cases() -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:
     return {
         "torch q, NumPy k": (attend(q=q), TypeError, r"ndarray; expected a torch tensor"),
         "NumPy q, torch k": (attend(k=k), TypeError, r"k is Tensor; expected a NumPy array"),
-        "torch q, NumPy sinks": (attend(q, k, v, sinks=np.ones(6, np.float32)), TypeError, r"ndarray"),
+        "torch q, NumPy sinks": (attend(q, k, v, sinks=np.ones(6, np.float32)), TypeError, r"sinks is ndarray"),
+        "torch q, no v": (attend(q, k, None), TypeError, r"v is NoneType; expected a torch tensor"),
         "torch mixed dtypes": (attend(q.double(), k, v), TypeError, r"float64, float32, float32"),
         "torch mixed devices": (attend(q, k.to("meta"), v), ValueError, r"cpu, meta, cpu; expected one device"),
         "torch of integers": (attend(q.int(), k.int(), v.int()), TypeError, r"int32"),

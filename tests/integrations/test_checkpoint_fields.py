@@ -51,6 +51,18 @@ def test_missing_fields_are_those_of_transformers(name: str, without: tuple[str,
         torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("kind", ["sliding_attention", "full_attention"])
+def test_layers_of_one_kind(kind: str, tmp_path) -> None:
+    """transformers reads a Mistral with kinds of layers as a Ministral."""
+    saved("mistral", tmp_path)
+    layers = json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"]
+    edit(tmp_path, layer_types=[kind] * layers)
+    theirs, ids = hf.AutoModelForCausalLM.from_pretrained(tmp_path).eval(), tokens(2, 60)
+    assert theirs.config.model_type == "ministral"
+    with torch.no_grad():
+        torch.testing.assert_close(load_model(tmp_path)(ids), theirs(ids).logits, rtol=1e-4, atol=2e-5)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mamba", "jamba"])
 def test_null_is_no_end_token(name: str, tmp_path) -> None:
     """A null that says that no token ends a text is not read as a missing end token."""
@@ -119,6 +131,7 @@ LINEAR = {"rope_type": "linear", "factor": 4.0}
         ("deepseek v3", {"sliding_window": 5}, "sliding_window=5; expected None, 0"),
         ("llama", {"rope_scaling": LINEAR}, "has rope_parameters .*, rope_scaling .*; expected one of them"),
         ("llama", {"rope_scaling": {"rope_theta": 7.0}}, r"bases \[7\.0, 10000\.0\]; expected one of them"),
+        ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.*; expected 'sliding_att"),
         ("llama", {"rope_parameters": {**LINEAR, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5; expected"),
     ],
 )

@@ -73,6 +73,11 @@ def test_a_block_mask_of_torch() -> None:
     np.testing.assert_array_equal(causal.evaluate(1, 1, 256, 256)[0, 0], np.tri(256, dtype=bool))
 
 
+def test_a_function_is_no_block_mask() -> None:
+    with pytest.raises(TypeError, match="block_mask is a function; expected a BlockMask, as create_block_mask"):
+        from_block_mask(lambda b, h, i, j: i >= j)
+
+
 def test_functions_of_tables_are_called_with_scalars() -> None:
     """What FlexAttention allows: rows of a table taken one index at a time, and data by position (as in Flamingo)."""
     T = 96

@@ -109,6 +109,14 @@ def test_sizes_that_do_not_fit(sizes, words) -> None:
 
 def test_refused_by_decoder_attention() -> None:
     layer, x = Attention(16, 4), torch.randn(2, 3, 16)
+    with pytest.raises(TypeError, match="rope has theta; expected options of rope: base"):
+        Attention(16, 4, rope={"theta": 1e4})
+    with pytest.raises(TypeError, match=r"mask is an array .*from_dense"):
+        layer(x, torch.ones(3, 3, dtype=torch.bool).tril())
+    with pytest.raises(ValueError, match=r"x has shape \[3, 16\]; expected \[B, T, dim\]"):
+        layer(x[0])
+    with pytest.raises(ValueError, match="x has 2 sequences and the cache 3"):
+        layer(x, cache=layer.make_cache(3, 8))
     with pytest.raises(TypeError, match="cache is list; expected a saccade"):
         layer(x, cache=[])
     with pytest.raises(ValueError, match="context is given with a cache or positions"):

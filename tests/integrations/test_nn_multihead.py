@@ -210,6 +210,8 @@ def test_parameters_are_torchs() -> None:
         ((2, 5, 1, 16), {}, {}, ValueError, r"expected all \[T, B, E\], or all \[T, E\]"),
         ((2, 5, 16), {"add_zero_attn": True}, {"mask": masks.causal()}, saccade.Unsupported, "give attn_mask"),
         ((2, 5, 16), {}, {"mask": torch.zeros(5, 5)}, TypeError, "expected None or an expression of saccade.mask"),
+        ((2, 5, 16), {}, {"mask": torch.zeros(5, 5), "is_causal": True}, TypeError, "mask is an array"),
+        ((2, 5, 16), {}, {"attn_mask": masks.causal()}, TypeError, "attn_mask is a Mask; .* as mask="),
     ],
 )
 def test_refused(shape, settings, options, error, words) -> None:

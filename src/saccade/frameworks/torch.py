@@ -35,6 +35,7 @@ from .torch_state import (
 
 _PLAIN = (Tensor, Parameter)
 _STRIDED = torch.strided
+_NAMES = "q", "k", "v", *Side._fields
 _EAGER = "keys in pages or as codes are for eager tensors"
 # gradients of only q, k and v, and of a bias as well
 _NO_GRADS: frozenset[str] = frozenset()
@@ -276,16 +277,16 @@ def _traced(*tensors: Any) -> bool:
     if torch.compiler.is_compiling():
         return True
     traced = transforms_active() or modes_active() > 0 or forward_mode_active()
-    for x in tensors:
-        if x is not None and (type(x) not in _PLAIN or x.layout is not _STRIDED or is_zero(x)):
-            _refuse(x)
+    for n, x in enumerate(tensors):
+        if (x is not None or n < 3) and (type(x) not in _PLAIN or x.layout is not _STRIDED or is_zero(x)):
+            _refuse(x, _NAMES[n] if n < len(_NAMES) else "an output")
             traced = True
     return traced or tensors[0].is_meta
 
 
-def _refuse(x: Any) -> None:
+def _refuse(x: Any, name: str) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"an argument is {type(x).__name__}; expected a torch tensor, like q: convert it first")
+        raise TypeError(f"{name} is {type(x).__name__}; expected a torch tensor, like q: convert it first")
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is not None and isinstance(x, distributed.DTensor):
         reason = "each shard of a DTensor would attend only to its own keys: pass x.to_local() inside a local_map"
@@ -293,6 +294,6 @@ def _refuse(x: Any) -> None:
     if x.is_nested:
         raise Unsupported("torch", ["nested tensors have no common length: pack them and pass saccade.mask.documents"])
     if x.layout is not torch.strided:
-        raise TypeError(f"an argument has layout {x.layout}; expected a dense tensor: call to_dense() first")
+        raise TypeError(f"{name} has layout {x.layout}; expected a dense tensor: call to_dense() first")
     if is_zero(x):
-        raise TypeError("an argument is a zero without memory; expected a dense tensor: pass torch.zeros_like(x)")
+        raise TypeError(f"{name} is a zero without memory; expected a dense tensor: pass torch.zeros_like(x)")

@@ -113,6 +113,9 @@ def from_block_mask(block_mask: BlockMask) -> Mask:
     Returns:
         A mask of `saccade.mask`.
 
+    Raises:
+        TypeError: block_mask is not a BlockMask.
+
     Examples:
         >>> from torch.nn.attention.flex_attention import create_block_mask
         >>> from saccade.integrations.flex import from_block_mask
@@ -123,6 +126,9 @@ def from_block_mask(block_mask: BlockMask) -> Mask:
         ██▒·
         ███▒
     """
+    if not isinstance(block_mask, BlockMask):
+        kind = type(block_mask).__name__
+        raise TypeError(f"block_mask is a {kind}; expected a BlockMask, as create_block_mask makes of a function")
     B, H, Tq, Tk = (int(n) for n in block_mask.shape)
     size = int(block_mask.BLOCK_SIZE[0]), int(block_mask.BLOCK_SIZE[1])
     shape = -(-Tq // size[0]), -(-Tk // size[1])

@@ -159,9 +159,10 @@ def _read(tensor: Any) -> _Snapshot | None:
 
 
 def _forget(key: int) -> Callable[[Any], None]:
-    def forget(dead: Any) -> None:
-        known = _snapshots.get(key)
+    # at the end of the interpreter, names of the module may be None
+    def forget(dead: Any, snapshots: dict[int, _Snapshot] = _snapshots) -> None:
+        known = snapshots.get(key)
         if known is not None and known.owner is dead:
-            del _snapshots[key]
+            del snapshots[key]
 
     return forget

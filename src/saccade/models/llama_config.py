@@ -110,6 +110,14 @@ class LlamaConfig:
                 raise ValueError(f"config.json says {key}={values[key]!r}; expected {options}")
         if values["model_type"] == "llama":
             values.pop("sliding_window", None)
+        kinds = set(values.get("layer_types") or ())
+        if values["model_type"] == "mistral" and kinds == {"full_attention"}:
+            values["sliding_window"] = None
+        elif values["model_type"] == "mistral" and kinds - {"sliding_attention"}:
+            raise ValueError(
+                f"config.json says layer_types={values['layer_types']}; expected 'sliding_attention' or "
+                "'full_attention' for all layers, because one mask serves all layers of this model"
+            )
         values["eos_token_id"] = ends_of(values, cls.END.get(values["model_type"], 2))
         values = {**cls.MISSING.get(values["model_type"], {}), **values}
         known = {field.name for field in fields(cls)}

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from .. import api
 from ..caches.contiguous import KVCache
 from ..mask import Mask
+from ..problem import mask_hint
+from ..rope import OPTIONS
 from ..rope import rope as rotate
 
 
@@ -33,6 +35,7 @@ class Attention(nn.Module):
 
     Raises:
         ValueError: sizes that do not divide, or an odd head_dim with rope.
+        TypeError: rope has an option that `saccade.rope` does not have.
 
     Examples:
         >>> attention, x = saccade.nn.Attention(64, heads=4, kv_heads=2), torch.randn(2, 100, 64)
@@ -60,6 +63,8 @@ class Attention(nn.Module):
             raise ValueError(f"head_dim is {self.head_dim} and rope {rope!r}; expected an even head_dim, or rope=None")
         rope = rope if rope is None or isinstance(rope, Mapping) else {"base": rope}
         self.rope: dict[str, Any] | None = None if rope is None else dict(rope)
+        if unknown := (self.rope or {}).keys() - OPTIONS.keys():
+            raise TypeError(f"rope has {', '.join(map(str, unknown))}; expected options of rope: {', '.join(OPTIONS)}")
         self.causal = causal
         self.q_proj = nn.Linear(dim, heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(dim, self.kv_heads * self.head_dim, bias=bias)
@@ -92,13 +97,19 @@ class Attention(nn.Module):
             [B, T, dim].
 
         Raises:
-            TypeError: cache is not a KVCache.
-            ValueError: context is given with a cache or with positions; and as in `saccade.attention` and
-                `KVCache.append`.
+            TypeError: cache is not a KVCache, or mask not a mask.
+            ValueError: x has another shape, or another batch than cache; context is given with a cache or with
+                positions; and as in `saccade.attention` and `KVCache.append`.
             Unsupported: as in `saccade.attention`.
         """
         if cache is not None and not isinstance(cache, KVCache):
             raise TypeError(f"cache is {type(cache).__name__}; expected a saccade.KVCache, as make_cache returns")
+        if mask is not None and not isinstance(mask, Mask):
+            raise TypeError(mask_hint(mask))
+        if x.dim() != 3:
+            raise ValueError(f"x has shape {list(x.shape)}; expected [B, T, dim]: give a single sequence as x[None]")
+        if cache is not None and len(cache.lengths) != len(x):
+            raise ValueError(f"x has {len(x)} sequences and the cache {len(cache.lengths)}; expected the same number")
         q, k, v = self._project(x, x if context is None else context)
         if context is not None:
             if cache is not None or positions is not None:

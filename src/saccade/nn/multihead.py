@@ -13,6 +13,7 @@ from torch.nn import functional
 from .. import api
 from ..errors import Unsupported
 from ..mask import Mask, causal, dense, documents, keys
+from ..problem import mask_hint
 
 # weights are computed for this many keys at a time
 _COLUMNS = 128
@@ -81,6 +82,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             Unsupported: nested tensors, except one that is query, key and value at once, without masks; or mask with
                 add_bias_kv or add_zero_attn. Others as in `saccade.attention`.
         """
+        if mask is not None and not isinstance(mask, Mask):
+            raise TypeError(mask_hint(mask))
         if query.is_nested or key.is_nested or value.is_nested:
             masked = is_causal or any(x is not None for x in (key_padding_mask, attn_mask, mask))
             return self._of_nested(query, key, value, masked or need_weights)
@@ -180,7 +183,10 @@ def _of_masks(
     return allowed, sum(terms[1:], terms[0]) if terms else None
 
 
-def _check(name: str, mask: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None:
+def _check(name: str, mask: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
+    if not isinstance(mask, Tensor):
+        hint = ": give an expression of saccade.mask as mask=" if isinstance(mask, Mask) else ""
+        raise TypeError(f"{name} is a {type(mask).__name__}; expected a tensor{hint}")
     if tuple(mask.shape) not in shapes:
         expected = " or ".join(str(list(shape)) for shape in shapes)
         raise ValueError(f"{name} has shape {list(mask.shape)}; expected {expected}")
