@@ -47,9 +47,22 @@ def test_rows_of_a_file_are_chosen_by_name(table: Path) -> None:
     assert row["case"] == "two-fp32-case"
     assert "one-fp32" not in call("--read", table, "--only", "two", "--markdown").stdout
     assert f"no case in {table} has it in its name" in call("--read", table, "--only", "zzz", status=2).stderr
-    for words in (["--out", "x.csv"], ["--suite", "decode"], ["--peers", "sdpa"], ["--quick"]):
+    for words in (
+        ["--out", "x.csv"],
+        ["--suite", "decode"],
+        ["--peers", "sdpa"],
+        ["--quick"],
+        ["--threads", "4"],
+        ["--seconds", "3"],
+    ):
         told = call("--read", table, *words, status=2).stderr
         assert f"{words[0]} is given with --read, which measures nothing" in told
+
+
+def test_a_file_that_is_no_table(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b"\xd0\xff\x00\n")
+    assert f"{path} is no table" in call("--read", path, status=2).stderr
 
 
 def test_a_list_may_be_json(table: Path) -> None:

@@ -15,6 +15,7 @@ from saccade.models.gpt2 import Gpt2, Gpt2Config  # noqa: E402
 from saccade.models.hybrid import Hybrid  # noqa: E402
 from saccade.models.hybrid_config import HybridConfig  # noqa: E402
 from saccade.models.native_sparse import NativeSparseAttention, SparseSizes  # noqa: E402
+from saccade.models.sampling import prefill  # noqa: E402
 from saccade.models.stores import PagedTokens  # noqa: E402
 
 from .small_llama import VOCABULARY, small, some_tokens  # noqa: E402
@@ -71,6 +72,39 @@ def test_caches_after_refused_tokens(make: Any, tokens: Any, error: type, words:
         model(tokens)
     right = some_tokens(1, 3)
     torch.testing.assert_close(model(right, caches=caches), model(right), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [small, gpt2, hybrid])
+@torch.no_grad()
+def test_caches_after_a_refused_prompt(make: Any) -> None:
+    model, prompt = make(), some_tokens(1, 6)[0].tolist()
+    caches = model.make_caches(1, 9)
+    with pytest.raises(ValueError, match=f"token {VOCABULARY}; expected"):
+        prefill(model, [[*prompt[:5], VOCABULARY]], 9, chunk=4, into=caches)
+    logits, _ = prefill(model, [prompt], 9, chunk=4, into=caches)
+    torch.testing.assert_close(logits, model(torch.tensor([prompt]))[:, -1], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"into has caches of \[6\] tokens; expected empty ones"):
+        prefill(model, [prompt], 9, into=caches)
+    # a prompt of two that is refused leaves no end of the other one
+    caches = model.make_caches(2, 9)
+    with pytest.raises(ValueError, match=f"token {VOCABULARY}; expected"):
+        prefill(model, [prompt[:2], [*prompt, VOCABULARY]], 9, into=caches)
+    tokens = torch.tensor([prompt, prompt])
+    torch.testing.assert_close(model(tokens, caches=caches), model(tokens), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="tokens has 1 sequences and the caches 2; expected the same number"):
+        model(tokens[:1, :1], caches=caches)
+
+
+@torch.no_grad()
+def test_prompts_of_one_length_have_checkpoints() -> None:
+    model, tokens = hybrid(), some_tokens(2, 9)
+    caches = model.make_caches(2, 12, every=4)
+    with pytest.raises(ValueError, match=r"sequences of \[9, 2\] tokens have checkpoints every 4"):
+        prefill(model, [tokens[0].tolist(), [1, 2]], 12, into=caches)
+    logits, _ = prefill(model, tokens.tolist(), 12, into=caches)
+    torch.testing.assert_close(logits, model(tokens)[:, -1], rtol=1e-4, atol=1e-5)
+    model.crop(caches, 6)
+    torch.testing.assert_close(model(tokens[:, 6:], caches=caches), model(tokens)[:, 6:], rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()

@@ -44,7 +44,7 @@ def test_bad_prefixes() -> None:
         PrefixCache([cache, PagedKVCache(6, 3, 1, 4)])
     with pytest.raises(ValueError, match=r"page sizes \[\]"):
         PrefixCache([])
-    begins, s = PrefixCache([cache]), cache.add()
+    begins, s = PrefixCache(cache), cache.add()
     cache.append([s], tokens(8), tokens(8))
     with pytest.raises(ValueError, match="holds 8 tokens, and 9 are given"):
         begins.keep(s, range(9))

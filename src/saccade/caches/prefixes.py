@@ -45,7 +45,8 @@ class PrefixCache:
         50
     """
 
-    def __init__(self, pools: Sequence[PagedKVCache]) -> None:
+    def __init__(self, pools: PagedKVCache | Sequence[PagedKVCache]) -> None:
+        pools = [pools] if isinstance(pools, PagedKVCache) else pools
         sizes = {pool.page_size for pool in pools}
         if len(sizes) != 1:
             raise ValueError(f"pools have page sizes {sorted(sizes)}; expected one or more pools of one page_size")

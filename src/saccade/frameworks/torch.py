@@ -278,7 +278,7 @@ def _traced(*tensors: Any) -> bool:
         return True
     traced = transforms_active() or modes_active() > 0 or forward_mode_active()
     for n, x in enumerate(tensors):
-        if (x is not None or n < 3) and (type(x) not in _PLAIN or x.layout is not _STRIDED or is_zero(x)):
+        if n < 3 if x is None else type(x) not in _PLAIN or x.layout is not _STRIDED or is_zero(x):
             _refuse(x, _NAMES[n] if n < len(_NAMES) else "an output")
             traced = True
     return traced or tensors[0].is_meta

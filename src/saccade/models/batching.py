@@ -106,7 +106,7 @@ def serve(
         while waiting and len(running) < batch:
             number, prompt = waiting.pop()
             place = min(set(range(most)) - {one.place for one in running})
-            generator = generators[place].manual_seed(seed + number)
+            generator = generators[place].manual_seed(_seed_of(seed, number))
             running.append(_start(number, place, Text(prompt, tokens, model.config.ends, draft), prefixes, generator))
         if steps is not None and not any(one.unread for one in running):
             _replay(steps, running, prefixes, page_size)
@@ -208,10 +208,15 @@ def _replay(steps: PagedSteps, running: Sequence[_Running], prefixes: PrefixCach
             x.crop(one.sequence, len(one.known))
 
 
+def _seed_of(seed: int, number: int) -> int:
+    # a sum would give the texts of one seed to the next prompts of another
+    return int(np.random.SeedSequence([seed % 2**64, number]).generate_state(1, np.uint64)[0])
+
+
 def _check_rows(model: Decoder, rows: int | None, batch: int, draft: object) -> None:
     if rows is None:
         return
-    if rows < batch:
+    if whole("rows", rows) < batch:
         raise ValueError(f"rows is {rows}; expected at least {batch}, a token of each prompt of the batch")
     if draft is not None:
         raise ValueError(f"rows is {rows} with a draft; expected one of them: other prompts leave less room for drafts")

@@ -123,7 +123,7 @@ class Text:
         # where the tokens after each n-gram start
         self._places: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for token in prompt:
-            self._read(token)
+            self._read(int(token))
 
     def _read(self, token: int) -> None:
         self.tokens.append(token)

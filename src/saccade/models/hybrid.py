@@ -190,6 +190,10 @@ class Hybrid(Decoder):
                     "positions begin again at 0, and the states in caches would not; expected one document per "
                     "sequence: leave caches out, or make caches for each document"
                 )
+        if not isinstance(caches, StackCache):
+            # the pages of a stack with attention only
+            positions = positions_of(tokens, caches, backend) if positions is None else positions
+            return self._read(tokens, positions, mask, None, caches, backend)
         parts = list[Tensor]()
         for start, stop in caches.pieces(tokens):
             piece = tokens[:, start:stop]

@@ -19,6 +19,7 @@ from .graphs import WARM
 from .replay import caches_of
 from .sampler import Sampler
 from .states import StackCache
+from .stores import undoing
 
 # tokens of each prompt, and of all prompts together, that `prefill` computes at a time; a GPU would wait for the host
 # between short chunks
@@ -37,10 +38,10 @@ def prefill(
 ) -> tuple[Tensor, list[KVCache] | StackCache]:
     """Fills caches with prompts of any lengths, `chunk` tokens of each prompt at a time; None as in `generate`.
 
-    into: empty caches, by default new ones.
+    into: empty caches, by default new ones. After an error they are empty again.
     Returns the logits [B, vocab] after each prompt's last token, and the caches of `capacity` tokens: one per layer,
     or one `StackCache`.
-    Raises ValueError for an empty prompt or one beyond the capacity, and for a chunk below 1.
+    Raises ValueError for an empty prompt or one beyond the capacity, for a chunk below 1, and for caches with tokens.
     """
     _check_chunk(chunk)
     counts = [len(prompt) for prompt in prompts]
@@ -53,16 +54,20 @@ def prefill(
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = torch.as_tensor(prompt)
     padded, lengths = padded.to(model.device), torch.tensor(counts, dtype=torch.int32, device=model.device)
-    caches = model.make_caches(len(prompts), capacity, quantised) if into is None else into
-    if isinstance(caches, StackCache):
-        caches.ends = lengths.long()
-    last = torch.zeros(0)
-    for start in range(0, longest, chunk):
-        hidden = model.hidden(padded[:, start : start + chunk], caches=caches, backend=backend)
-        last = last if start else hidden.new_zeros(len(prompts), hidden.shape[-1])
-        ends = lengths - 1 - start
-        here = (ends >= 0) & (ends < chunk)
-        last[here] = hidden[here, ends[here]]
+    caches = model.make_caches(len(prompts), capacity, quantised) if into is None else _checked_empty(into)
+    undo, last = undoing(caches), torch.zeros(0)
+    try:
+        if isinstance(caches, StackCache) and len(set(counts)) > 1:
+            caches.ends = lengths.long()
+        for start in range(0, longest, chunk):
+            hidden = model.hidden(padded[:, start : start + chunk], caches=caches, backend=backend)
+            last = last if start else hidden.new_zeros(len(prompts), hidden.shape[-1])
+            ends = lengths - 1 - start
+            here = (ends >= 0) & (ends < chunk)
+            last[here] = hidden[here, ends[here]]
+    except BaseException:
+        undo()
+        raise
     # padding is beyond the length of its prompt: it is never read, and new tokens overwrite it
     if isinstance(caches, StackCache):
         caches.settle()
@@ -156,11 +161,20 @@ def generate(
 
 
 def check_draws(tokens: int, sampler: Sampler, seed: int) -> None:
-    """Raises TypeError for arguments of other types."""
+    """Raises TypeError for arguments of other types, ValueError for a seed beyond 64 bits."""
     if not isinstance(sampler, Sampler):
         raise TypeError(f"sampler is {sampler!r}; expected a Sampler, such as Sampler(0.8)")
     whole("tokens", tokens)
-    whole("seed", seed)
+    if not -(1 << 63) <= whole("seed", seed) < 1 << 63:
+        raise ValueError(f"seed is {seed}; expected an integer of 64 bits, from -2**63 to 2**63 - 1")
+
+
+def _checked_empty(caches: list[KVCache] | StackCache) -> list[KVCache] | StackCache:
+    lengths = [caches.lengths] if isinstance(caches, StackCache) else [cache.lengths for cache in caches]
+    for some in lengths:
+        if bool(some.any()):
+            raise ValueError(f"into has caches of {some.tolist()} tokens; expected empty ones: call the model to go on")
+    return caches
 
 
 def _check_chunk(chunk: int | None) -> None:

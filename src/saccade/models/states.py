@@ -130,8 +130,9 @@ class StackCache:
             yield 0, T
             return
         if bool((self.lengths != self.lengths[0]).any()) or self.ends is not None:
+            counts = self.lengths if self.ends is None else self.ends
             raise ValueError(
-                f"sequences of {self.lengths.tolist()} tokens have checkpoints every {self.every}; expected one length "
+                f"sequences of {counts.tolist()} tokens have checkpoints every {self.every}; expected one length "
                 "for all: leave `every` out, or keep a cache for each sequence"
             )
         start = 0
@@ -172,11 +173,16 @@ class StackCache:
     def undoing(self) -> Callable[[], None]:
         """A function that goes back to the tokens read until now."""
         # states and copies are replaced, never written to
-        lengths, states, keys = self.lengths, [dict(state) for state in self.states], [x.lengths for x in self.keys]
+        lengths, ends, states, keys = (
+            self.lengths,
+            self.ends,
+            [dict(state) for state in self.states],
+            [x.lengths for x in self.keys],
+        )
         checkpoints, tokens = dict(self._checkpoints), list(self._tokens)
 
         def undo() -> None:
-            self.lengths, self._checkpoints, self._tokens = lengths, checkpoints, tokens
+            self.lengths, self.ends, self._checkpoints, self._tokens = lengths, ends, checkpoints, tokens
             for state, old in zip(self.states, states, strict=True):
                 state.clear()
                 state.update(old)

@@ -133,6 +133,12 @@ def unless_failed(hidden: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 f"caches has {len(caches)} caches and the model {len(model.blocks)} layers; expected one per layer, as "
                 "make_caches returns"
             )
+        if isinstance(caches, StackCache) or (caches and isinstance(caches[0], KVCache | ShardedKVCache)):
+            of = caches if isinstance(caches, StackCache) else caches[0]
+            if len(of.lengths) != len(tokens):
+                raise ValueError(
+                    f"tokens has {len(tokens)} sequences and the caches {len(of.lengths)}; expected the same number"
+                )
         undo = undoing(caches) if caches is not None else None
         try:
             return hidden(model, tokens, positions, mask, caches, backend)

@@ -19,6 +19,8 @@ from .inputs import has_torch
 from .machine import environment
 from .run import Settings, run_all
 
+SECONDS = 4.0
+
 
 def bench(
     suite: Annotated[str | None, typer.Option(help=f"One of {', '.join(SUITES)}. (cpu)")] = None,
@@ -28,7 +30,7 @@ def bench(
     only: Annotated[str, typer.Option(help="Only cases whose name contains this text.")] = "",
     peers: Annotated[str, typer.Option(help="Only these peers, separated by commas; 'none' for Saccade alone.")] = "",
     threads: Annotated[int, typer.Option(help="Threads of Saccade and of torch; 0 changes nothing.")] = 0,
-    seconds: Annotated[float, typer.Option(help="Seconds of samples per case.")] = 4.0,
+    seconds: Annotated[float, typer.Option(help="Seconds of samples per case.")] = SECONDS,
     quick: Annotated[bool, typer.Option("--quick", help="Six tiny cases, to check that everything runs.")] = False,
     list_cases: Annotated[bool, typer.Option("--list", help="Print the names of the cases and exit.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
@@ -36,7 +38,8 @@ def bench(
     json: show.Json = False,
 ) -> None:
     """Measure Saccade and its peers in turn, and the limits of the machine; check outputs against the oracle."""
-    for option, value in {"--out": out, "--suite": suite, "--peers": peers, "--quick": quick}.items():
+    measuring = {"--out": out, "--suite": suite, "--peers": peers, "--quick": quick, "--threads": threads}
+    for option, value in {**measuring, "--seconds": seconds != SECONDS}.items():
         if read and value:
             show.fail(f"{option} is given with --read, which measures nothing; give one of them")
     show.at_least(0, threads=threads)

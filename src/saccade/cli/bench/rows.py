@@ -153,10 +153,13 @@ def _lines(path: Path, *, cut: bool = False) -> list[tuple[int, dict[str, str]]]
     """The number and the cells of every line. Raises as `read`; cut: leave out a last line that a kill cut short."""
     with path.open(newline="", encoding="utf-8") as stream:
         table = csv.reader(stream)
-        head = next(table, [])
-        if head != COLUMNS:
-            raise ValueError(f"{path} has columns {head}; expected those of a file written by saccade bench")
-        lines = [(table.line_num, cells) for cells in table if cells]
+        try:
+            head = next(table, [])
+            lines = [(table.line_num, cells) for cells in table if cells]
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise ValueError(f"{path} is no table ({error}); expected a file written by saccade bench") from None
+    if head != COLUMNS:
+        raise ValueError(f"{path} has columns {head}; expected those of a file written by saccade bench")
     if cut and lines and len(lines[-1][1]) < len(COLUMNS):
         lines.pop()
     for number, cells in lines:
