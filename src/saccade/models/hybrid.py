@@ -173,13 +173,14 @@ class Hybrid(Decoder):
         """The last norm's output [B, T, width]; arguments as in `forward`."""
         mask = masks.causal() if mask is None else mask
         positions = positions if positions is None else positions.expand(tokens.shape)
-        if caches is None:
-            packing = Packing.of_documents(positions)
-            positions = positions_of(tokens, None, backend) if positions is None else positions
+        if not isinstance(caches, StackCache):
+            # none, or the pages of a stack with attention only
+            packing = None if caches else Packing.of_documents(positions)
+            positions = positions_of(tokens, caches, backend) if positions is None else positions
             if isinstance(backend, ContextParallel):
                 backend = backend.at(positions.expand(tokens.shape))
                 packing = Packing(backend.borders)
-            return self._read(tokens, positions, mask, packing, None, backend)
+            return self._read(tokens, positions, mask, packing, caches, backend)
         if isinstance(backend, ContextParallel):
             raise ValueError("caches are given with ContextParallel, and states are of whole rows; leave caches out")
         if positions is not None and caches.states:
@@ -190,10 +191,6 @@ class Hybrid(Decoder):
                     "positions begin again at 0, and the states in caches would not; expected one document per "
                     "sequence: leave caches out, or make caches for each document"
                 )
-        if not isinstance(caches, StackCache):
-            # the pages of a stack with attention only
-            positions = positions_of(tokens, caches, backend) if positions is None else positions
-            return self._read(tokens, positions, mask, None, caches, backend)
         parts = list[Tensor]()
         for start, stop in caches.pieces(tokens):
             piece = tokens[:, start:stop]
