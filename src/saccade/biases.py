@@ -166,7 +166,7 @@ def gradients_for_callers(more: dict[str, Any], side: Side, origin: int, Tk: int
     if "table" in more:
         more = {**more, "table": _table_gradient(more["table"], side.table.shape[-1], origin, Tk)}
     if "log_f" in more:
-        more = {**more, "log_f": np.cumsum(more["log_f"][:, ::-1], 1)[:, ::-1]}
+        more = {**more, "log_f": np.cumsum(more["log_f"][:, ::-1], 1)[:, ::-1].copy()}
     return more
 
 

@@ -85,6 +85,14 @@ def test_documents_start_anew(rng) -> None:
         np.testing.assert_allclose(packed[:, part], alone, atol=2e-6)
 
 
+def test_gradients_of_gates_have_memory_of_their_own(rng) -> None:
+    """torch takes no negative strides."""
+    q, k, v, logs = (x.astype(np.float64) for x in (draw(rng, HQ), draw(rng, HK), draw(rng, HK), gate_logs(rng)))
+    o, lse = attention(q, k, v, mask.causal(), bias=gates(logs), return_lse=True)
+    *_, more = saccade.attention_backward(np.ones_like(o), q, k, v, o, lse, mask.causal(), bias=gates(logs))
+    assert min(more["log_f"].strides) > 0
+
+
 def test_long_sums_keep_their_digits(rng) -> None:
     n, last = 131072, 4
     k, v = (rng.standard_normal((1, n, 1, 8)).astype(np.float32) for _ in range(2))

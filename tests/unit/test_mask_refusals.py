@@ -88,6 +88,8 @@ def test_wrong_arguments(make, error) -> None:
 
 
 REFUSED = [
+    (lambda: sm.per_head(sm.causal()), TypeError, "per_head takes a list of masks, .* got a Mask"),
+    (lambda: sm.per_head(2), TypeError, "per_head takes a list of masks, .* got a int"),
     (
         lambda: sm.padding([1.0, 0.0]),
         TypeError,

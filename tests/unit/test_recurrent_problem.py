@@ -78,6 +78,9 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "scale is not a float32": (decay(scale=1e39), ValueError, r"expected at most 3.403e\+38 in size"),
     "chunk of 0": (decay(chunk=0), ValueError, r"chunk is 0; expected 1 to 128"),
     "chunk of 129": (decay(chunk=129), ValueError, r"chunk is 129; expected 1 to 128"),
+    "causal is None": (linear(causal=None), TypeError, "causal is None; expected True or False"),
+    "normalize is a text": (linear(normalize="no"), TypeError, "normalize is 'no'; expected True or False"),
+    "dt_softplus is a text": (space(dt_softplus="no"), TypeError, "dt_softplus is 'no'; expected True or False"),
     "chunk of 1.5": (decay(chunk=1.5), TypeError, r"chunk is float; expected None or an integer"),
     "state's shape": (
         decay(initial_state=STATE[:1]),
@@ -219,3 +222,10 @@ def test_what_a_description_says() -> None:
     assert (p.N, p.H, p.Hk, p.F, p.columns) == (3, 4, 2, 1 + 8 + 36, 7)
     assert p.outputs == (Spec((1, 100, 4, 6), "bfloat16", "cpu"), Spec((3, 4, 45, 7), "float32", "cpu"))
     assert hash(p) == hash(MATRIX.describe(specs, MatrixOptions(feature_map="taylor", normalize=True)))
+
+
+def test_numbers_of_numpy() -> None:
+    """NumPy's integers and real numbers are those of Python."""
+    np.testing.assert_array_equal(decay(chunk=np.int64(4))(), decay(chunk=4)())
+    limits = (np.float32(0.25), np.float32(1)), (0.25, 1.0)
+    np.testing.assert_array_equal(*(space(dt_limit=limit)() for limit in limits))

@@ -167,6 +167,7 @@ def _by_source(q: Tensor, cache: Any, request: Request) -> tuple[Tensor, ...]:
         raise Unsupported("torch", [f"{_EAGER}: call it outside of transforms and modes"])
     if torch.is_grad_enabled() and _needs_grad(q, k, v, side):
         raise Unsupported("torch", ["keys in pages or as codes have no gradient: call it under torch.no_grad()"])
+    request = request if side is NO_SIDE else request._replace(side=_with_four_dimensions(side))
     paged = hasattr(cache, "block_table")
     if _reads_lengths(k, cache, request):
         source = stored(cache)

@@ -1,7 +1,8 @@
 """The mask algebra: constructors of masks, combined with `&`, `|` and `~`. It imports only NumPy.
 
 i is the position of a query and j that of a key. The last query is aligned with the last key: row t of queries is at
-position i = t + Tk - Tq, and under `& keys(stop)` at i = t + stop[b] - Tq, unless a mask has an `offset`.
+position i = t + Tk - Tq, and under `& keys(stop)` or `& keys(start, stop)` at i = t + stop[b] - Tq, unless a mask has
+an `offset`.
 
 Examples:
     >>> from saccade import mask

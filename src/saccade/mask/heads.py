@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,8 @@ def per_head(masks: Sequence[Mask | None]) -> Mask:
     Examples:
         >>> heads = mask.per_head([mask.causal() & mask.window(255, 0)] * 6 + [mask.causal()] * 2)  # 8 heads
     """
+    if isinstance(masks, Mask) or not isinstance(masks, Iterable):
+        raise TypeError(f"per_head takes a list of masks, one per query head; got a {type(masks).__name__}")
     children = tuple(full() if m is None else m for m in masks)
     for child in children:
         if not isinstance(child, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -26,7 +26,7 @@ _RUNS = 2
 def keys(start: int | ArrayOrList, stop: int | ArrayOrList | None = None) -> Mask:
     """Keys j < stop as `keys(stop)`, or start <= j < stop as `keys(start, stop)`.
 
-    As a direct member of an `&` chain, keys(stop) also moves the queries: the last query is then at position
+    As a direct member of an `&` chain, both forms also move the queries: the last query is then at position
     stop[b] - 1, as in a cache with sequences of different lengths.
 
     Args:

@@ -1,8 +1,8 @@
 """Masks defined by integers and positions: causal masks, windows, strides and chunks.
 
 i is the position of a query and j that of a key. The last query is aligned with the last key: i = t + Tk - Tq for row t
-of the queries, or t + stop[b] - Tq with `keys(stop)` in the enclosing `&` chain (the smallest stop of several).
-With `offset` i = t + offset.
+of the queries, or t + stop[b] - Tq with `keys(stop)` or `keys(start, stop)` in the enclosing `&` chain (the smallest
+stop of several). With `offset` i = t + offset.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from typing import ClassVar, NamedTuple
 
 from ..operands import Spec
@@ -138,13 +139,13 @@ def _state(specs: Specs, shape: tuple[int, ...], layout: str, x: Spec) -> None:
 def _chunk(chunk: int | None) -> int:
     if chunk is None:
         return 64
-    if isinstance(chunk, bool) or not isinstance(chunk, int):
+    if isinstance(chunk, bool) or not isinstance(chunk, Integral):
         raise TypeError(
             f"chunk is {type(chunk).__name__}; expected None or an integer: the tokens between stored states"
         )
     if not 1 <= chunk <= LONGEST_CHUNK:
         raise ValueError(f"chunk is {chunk}; expected 1 to {LONGEST_CHUNK} tokens, or None for the plan's choice")
-    return chunk
+    return int(chunk)
 
 
 def _groups(name: str, x: Spec, spec: Spec, N: int, dtypes: tuple[str, str]) -> int:

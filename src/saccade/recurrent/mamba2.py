@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 from ..arrays import Array, ArrayOrList, ArrayOrTuple, cast, namespace
@@ -58,6 +59,8 @@ def ssd(
         >>> B, C = torch.randn(2, 2, 1024, 1, 16)  # one group, states of 16 numbers
         >>> y = saccade.recurrent.ssd(x, dt, A, B, C)
     """
+    if not isinstance(dt_softplus, bool):
+        raise TypeError(f"dt_softplus is {dt_softplus!r}; expected True or False")
     dtype = _check({"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias})
     xp = namespace(x)
     wide = getattr(xp, accumulator(dtype))
@@ -92,7 +95,7 @@ def ssd(
 
 
 def _limit(limit: Any) -> tuple[float, float]:
-    numbers = isinstance(limit, (tuple, list)) and all(isinstance(x, (int, float)) for x in limit)
+    numbers = isinstance(limit, (tuple, list)) and all(isinstance(x, Real) for x in limit)
     if not numbers or len(limit) != 2:
         raise TypeError(f"dt_limit is {limit!r}; expected two numbers, (least, largest), or None")
     if not limit[0] <= limit[1]:

@@ -57,6 +57,9 @@ def linear_attention(
     """
     if feature_map is not None and feature_map not in MAPS:
         raise ValueError(f"feature_map is {feature_map!r}; expected None or one of {', '.join(MAPS)}")
+    for name, flag in (("normalize", normalize), ("causal", causal)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} is {flag!r}; expected True or False")
     if normalize and feature_map is None:
         raise ValueError(
             "normalize without a feature map divides by sums that pass through 0; give one, or normalize=False"
@@ -67,9 +70,7 @@ def linear_attention(
         raise ValueError(f"scale is {scale!r} in the Taylor map; expected a positive number")
     joined = _join(initial_state) if normalize and initial_state is not None else initial_state
     arrays = {"q": q, "k": k, "v": v, "initial_state": joined, "cu_seqlens": cu_seqlens}
-    options = MatrixOptions(
-        "add", feature_map or "", bool(normalize), bool(causal), scale, chunk, "", *kept(return_state), backend
-    )
+    options = MatrixOptions("add", feature_map or "", normalize, causal, scale, chunk, "", *kept(return_state), backend)
     o, state = compute(MATRIX, arrays, options)
     if not return_state:
         return o

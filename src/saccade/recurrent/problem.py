@@ -19,6 +19,7 @@ import math
 from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from typing import ClassVar, NamedTuple
 
 from ..operands import Spec, scale_of
@@ -189,12 +190,12 @@ def describe(specs: Specs, options: MatrixOptions) -> Matrix:
 def _chunk(chunk: int | None, decay: str, rule: str, K: int) -> int:
     if chunk is None:
         chunk = 16 if decay == "channel" or rule == "delta" else 32
-    if isinstance(chunk, bool) or not isinstance(chunk, int):
+    if isinstance(chunk, bool) or not isinstance(chunk, Integral):
         raise TypeError(f"chunk is {type(chunk).__name__}; expected None or an integer, tokens computed at a time")
     if not 1 <= chunk <= LONGEST_CHUNK:
         raise ValueError(f"chunk is {chunk}; expected 1 to {LONGEST_CHUNK} tokens, or None for the plan's choice")
     # if a chunk has more keys than dimensions, they overwrite one another and their values cancel in its sums
-    return min(chunk, K) if rule == "delta" else chunk
+    return min(int(chunk), K) if rule == "delta" else int(chunk)
 
 
 MATRIX = Family(
