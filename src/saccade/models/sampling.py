@@ -170,10 +170,10 @@ def check_draws(tokens: int, sampler: Sampler, seed: int) -> None:
 
 
 def _checked_empty(caches: list[KVCache] | StackCache) -> list[KVCache] | StackCache:
-    lengths = [caches.lengths] if isinstance(caches, StackCache) else [cache.lengths for cache in caches]
-    for some in lengths:
-        if bool(some.any()):
-            raise ValueError(f"into has caches of {some.tolist()} tokens; expected empty ones: call the model to go on")
+    # one layer stands for all: a GPU is waited for once
+    lengths = caches.lengths if isinstance(caches, StackCache) else caches[0].lengths
+    if bool(lengths.any()):
+        raise ValueError(f"into has caches of {lengths.tolist()} tokens; expected empty ones: call the model to go on")
     return caches
 
 

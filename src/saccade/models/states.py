@@ -173,12 +173,8 @@ class StackCache:
     def undoing(self) -> Callable[[], None]:
         """A function that goes back to the tokens read until now."""
         # states and copies are replaced, never written to
-        lengths, ends, states, keys = (
-            self.lengths,
-            self.ends,
-            [dict(state) for state in self.states],
-            [x.lengths for x in self.keys],
-        )
+        lengths, ends, keys = self.lengths, self.ends, [x.lengths for x in self.keys]
+        states = [dict(state) for state in self.states]
         checkpoints, tokens = dict(self._checkpoints), list(self._tokens)
 
         def undo() -> None:

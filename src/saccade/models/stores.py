@@ -135,7 +135,7 @@ def unless_failed(hidden: Callable[..., Tensor]) -> Callable[..., Tensor]:
             )
         if isinstance(caches, StackCache) or (caches and isinstance(caches[0], KVCache | ShardedKVCache)):
             of = caches if isinstance(caches, StackCache) else caches[0]
-            if len(of.lengths) != len(tokens):
+            if of.lengths.shape[0] != tokens.shape[0]:
                 raise ValueError(
                     f"tokens has {len(tokens)} sequences and the caches {len(of.lengths)}; expected the same number"
                 )

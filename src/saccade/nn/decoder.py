@@ -108,7 +108,7 @@ class Attention(nn.Module):
             raise TypeError(mask_hint(mask))
         if x.dim() != 3:
             raise ValueError(f"x has shape {list(x.shape)}; expected [B, T, dim]: give a single sequence as x[None]")
-        if cache is not None and len(cache.lengths) != len(x):
+        if cache is not None and cache.lengths.shape[0] != x.shape[0]:
             raise ValueError(f"x has {len(x)} sequences and the cache {len(cache.lengths)}; expected the same number")
         q, k, v = self._project(x, x if context is None else context)
         if context is not None:
