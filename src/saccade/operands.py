@@ -108,6 +108,12 @@ def number(name: str, value: object, expected: str) -> float:
     return float(value)
 
 
+def check_flag(name: str, value: object) -> None:
+    """Raise TypeError unless value is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; expected True or False")
+
+
 def check_descale(descale: object, dtype: str, B: int, heads: tuple[int, int, int], device: str) -> None:
     """Raise ValueError or TypeError unless descale is the three factors [H] or [B, H] of 8-bit q, k and v."""
     if not isinstance(descale, (tuple, list)) or len(descale) != 3:  # pyright: ignore[reportUnknownArgumentType]

@@ -211,8 +211,7 @@ def describe(
     dtype = _dtype(q, k, v, options.descale)
     if dtype in FP8:
         check_descale(options.descale, dtype, B, (Hq, Hk, Hk), q.device)
-    if mask is not None and not isinstance(mask, Mask):
-        raise TypeError(mask_hint(mask))
+    check_kind(mask)
     check_selection(mask, Hk)
     bias_grad = grads is not None and "bias" in grads
     scores = Scores(
@@ -282,17 +281,19 @@ def _dtype(q: Spec, k: Spec, v: Spec, descale: object) -> str:
     return q.dtype
 
 
-def mask_hint(mask: object) -> str:
-    """What is wrong with a mask that is none, and what makes one."""
+def check_kind(mask: object) -> None:
+    """Raise TypeError unless a mask is None or an expression of `saccade.mask`."""
+    if mask is None or type(mask) is Mask:
+        return
     kind = type(mask).__name__
     expected = "expected None or an expression of saccade.mask, such as causal()"
     if isinstance(mask, str):
-        return f"mask is the text {mask!r}; {expected}: saccade.mask.parse(text) makes one"
+        raise TypeError(f"mask is the text {mask!r}; {expected}: saccade.mask.parse(text) makes one")
     shape = getattr(mask, "shape", None)
     if shape is not None:
-        return (
+        raise TypeError(
             f"mask is an array ({kind} {list(shape)}); {expected}: saccade.mask.from_dense(array) for "
             f"booleans [Tq, Tk] or [B, Tq, Tk] that are True where a query may look, saccade.mask.padding(array) for "
             f"booleans [B, Tk] that are True for tokens, and bias=array for numbers that are added to the scores"
         )
-    return f"mask is {kind}; {expected}"
+    raise TypeError(f"mask is {kind}; {expected}")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .arrays import Array, ArrayOrList, ArrayT, cast, is_torch, namespace
-from .operands import number
+from .operands import check_flag, number
 
 POSITIVE = "a finite number above 0"
 
@@ -72,9 +72,8 @@ def turning(x: Any, positions: Any, **options: Any) -> Turn:
     if number("base", base, POSITIVE) <= 0:
         raise ValueError(f"base is {base}; expected {POSITIVE}")
     number("factor", factor, "a finite number")
-    for name, value in (("interleaved", interleaved), ("inverse", inverse)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r}; expected True or False")
+    check_flag("interleaved", interleaved)
+    check_flag("inverse", inverse)
     if frequencies is not None and not hasattr(frequencies, "shape"):
         raise TypeError(f"frequencies is a {type(frequencies).__name__}; expected an array [D / 2]")
     shape, D = tuple(x.shape), x.shape[-1]

@@ -14,7 +14,7 @@ from ..keywords import refuse
 from ..mask import Mask
 from ..mask.text import brief
 from ..merge import merge
-from ..problem import mask_hint
+from ..problem import check_kind
 from .choice import kind_of
 from .sequences import Ints, PagedKeys, bounds_of
 from .storage import Arrays
@@ -74,12 +74,12 @@ def paged_attention(
         raise TypeError(f"causal is {causal!r}; expected True or False")
     if not hasattr(keys, "block_table"):
         raise TypeError(f"keys is {type(keys).__name__}; expected PagedKeys, as cache.view(sequences) returns them")
-    if mask is not None and not isinstance(mask, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(mask_hint(mask))
     if mask is None:
         mask = CAUSAL if causal else FULL
-    elif causal and mask != CAUSAL:
-        mask = mask & CAUSAL
+    else:
+        check_kind(mask)
+        if causal and mask != CAUSAL:
+            mask = mask & CAUSAL
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "backend": backend}
     options["deterministic"], cascade = deterministic, cascade and deterministic != "batch"
     o, lse = attend_ragged(q, keys, cu_q, mask, cascade=cascade, appended=True, **options)

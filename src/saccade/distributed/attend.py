@@ -16,8 +16,8 @@ from ..mask.algebra import selected
 from ..mask.checks import check_shapes
 from ..mask.selection import others
 from ..operands import Options, Request, Side, check_sinks
-from ..problem import check_selection
-from .call import Partition, check_kind, fingerprint, prepare, untraced
+from ..problem import check_kind, check_selection
+from .call import Partition, fingerprint, prepare, untraced
 from .comm import Peers, peers_of
 from .gather import gathered
 from .heads import Exchange, ToHeads, ToSlices, bias_of, check_heads, joined, mask_of

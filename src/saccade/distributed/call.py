@@ -21,7 +21,7 @@ from ..mask.algebra import selected
 from ..mask.contents import host
 from ..mask.memo import Memo
 from ..operands import Options, Request
-from ..problem import Problem, describe, mask_hint
+from ..problem import Problem, check_kind, describe
 from .comm import Like, Peers
 from .layout import Layout, Runs, count, runs_of
 from .local import Local
@@ -91,12 +91,6 @@ def prepare(what: str, partition: Partition, q: Tensor, k: Tensor, v: Tensor, re
         call = _make(what, peers, problem, mask, runs, T, options.backend)
         _CALLS.put(mask, place, call)
     return call
-
-
-def check_kind(mask: object) -> None:
-    """Raise TypeError unless a mask is None or an expression of `saccade.mask`."""
-    if mask is not None and not isinstance(mask, Mask):
-        raise TypeError(mask_hint(mask))
 
 
 def refuse(request: Request, tensors: tuple[Any, ...]) -> None:

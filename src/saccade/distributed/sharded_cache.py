@@ -27,8 +27,8 @@ from ..mask.lowering import lower
 from ..merge import merge
 from ..operands import Options, Request
 from ..plan import make_plan
-from ..problem import describe
-from .call import check_kind, fingerprint
+from ..problem import check_kind, describe
+from .call import fingerprint
 from .comm import Like, Parcel, pack, peers_of
 from .layout import Layout, Run, positions, runs_of
 from .parcel import refuse_gradient

@@ -18,7 +18,7 @@ from ..mask import Mask
 from ..mask.checks import check_shapes
 from ..operands import NO_SIDE, Options, Request, Side, Spec
 from ..plan import Plan, sees_later_keys
-from ..problem import Problem, mask_hint
+from ..problem import Problem, check_kind
 from .source import STRIDED, Source, first_of_side, in_use, with_gates
 
 # the most calls that are cached: for all masks without arrays, and for each mask with arrays
@@ -81,8 +81,7 @@ def make(mask: Mask | None, key: Hashable, problem: Problem, backend: str | None
 
     Only the first call of a kind is checked, so `key` must contain everything that `problem` was described from.
     """
-    if mask is not None and type(mask) is not Mask:
-        raise TypeError(mask_hint(mask))
+    check_kind(mask)
     table: dict[Any, Any] = _calls
     if mask is not None:
         of_mask = mask.key

@@ -19,7 +19,7 @@ from .graphs import WARM
 from .replay import caches_of
 from .sampler import Sampler
 from .states import StackCache
-from .stores import undoing
+from .stores import check_tokens, lengths_of, undoing
 
 # tokens of each prompt, and of all prompts together, that `prefill` computes at a time; a GPU would wait for the host
 # between short chunks
@@ -170,9 +170,8 @@ def check_draws(tokens: int, sampler: Sampler, seed: int) -> None:
 
 
 def _checked_empty(caches: list[KVCache] | StackCache) -> list[KVCache] | StackCache:
-    # one layer stands for all: a GPU is waited for once
-    lengths = caches.lengths if isinstance(caches, StackCache) else caches[0].lengths
-    if bool(lengths.any()):
+    lengths = lengths_of(caches)
+    if lengths is not None and bool(lengths.any()):
         raise ValueError(f"into has caches of {lengths.tolist()} tokens; expected empty ones: call the model to go on")
     return caches
 
@@ -234,14 +233,7 @@ def _check_prompt(n: int, prompt: Sequence[int], vocabulary: int) -> None:
     real = ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
     if ids.ndim != 1 or (real and ids.numel()):
         raise ValueError(f"prompt {n} is {reprlib.repr(prompt)}; expected a list of tokens' numbers")
-    outside = (
-        [token for token in ids.long().unique()[[0, -1]].tolist() if not 0 <= token < vocabulary] if len(ids) else []
-    )
-    if outside:
-        raise ValueError(
-            f"prompt {n} has token {outside[0]}; expected numbers from 0 to {vocabulary - 1}, those of the model: use "
-            "its own tokenizer"
-        )
+    check_tokens(f"prompt {n}", ids, vocabulary)
 
 
 def _check_keep(model: Decoder, keep: tuple[int, int], quantised: str | None) -> None:

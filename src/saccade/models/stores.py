@@ -89,6 +89,12 @@ class PagedStep(NamedTuple):
 Cached = KVCache | PagedTokens | PagedStep | ShardedKVCache
 
 
+def lengths_of(caches: Sequence[Cached] | StackCache | None) -> Tensor | None:
+    """The tokens [B] of the sequences in a model's caches, whose layers have the same; None for pages and no caches."""
+    first = caches if isinstance(caches, StackCache) else next(iter(caches or ()), None)
+    return first.lengths if isinstance(first, StackCache | KVCache | ShardedKVCache) else None
+
+
 def undoing(caches: Sequence[Cached] | StackCache) -> Callable[[], None]:
     """A function that removes what is appended to caches from now on. What is beyond a length is never read."""
     if isinstance(caches, StackCache):
@@ -133,31 +139,30 @@ def unless_failed(hidden: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 f"caches has {len(caches)} caches and the model {len(model.blocks)} layers; expected one per layer, as "
                 "make_caches returns"
             )
-        if isinstance(caches, StackCache) or (caches and isinstance(caches[0], KVCache | ShardedKVCache)):
-            of = caches if isinstance(caches, StackCache) else caches[0]
-            if of.lengths.shape[0] != tokens.shape[0]:
-                raise ValueError(
-                    f"tokens has {len(tokens)} sequences and the caches {len(of.lengths)}; expected the same number"
-                )
-        undo = undoing(caches) if caches is not None else None
+        lengths = lengths_of(caches)
+        if lengths is not None and lengths.shape[0] != tokens.shape[0]:
+            raise ValueError(
+                f"tokens has {len(tokens)} sequences and the caches {len(lengths)}; expected the same number"
+            )
+        undo = undoing(() if caches is None else caches)
         try:
             return hidden(model, tokens, positions, mask, caches, backend)
         except BaseException as error:
-            if undo is not None:
-                undo()
-            if isinstance(error, IndexError) and tokens.numel():
-                refuse_unknown(tokens, model.config.vocab_size)
+            undo()
+            if isinstance(error, IndexError):
+                check_tokens("tokens", tokens, model.config.vocab_size)
             raise
 
     return call
 
 
-def refuse_unknown(tokens: Tensor, vocabulary: int) -> None:
-    """Raise ValueError if a token is outside the vocabulary; called after an error, because it waits for a GPU."""
-    outside = [token for token in (int(tokens.min()), int(tokens.max())) if not 0 <= token < vocabulary]
+def check_tokens(name: str, tokens: Tensor, vocabulary: int) -> None:
+    """Raise ValueError if a token is outside the vocabulary; waits for a GPU."""
+    ends = tokens.long().unique()[[0, -1]].tolist() if tokens.numel() else []
+    outside = [token for token in ends if not 0 <= token < vocabulary]
     if outside:
         raise ValueError(
-            f"tokens has token {outside[0]}; expected numbers from 0 to {vocabulary - 1}, those of the model: use its "
+            f"{name} has token {outside[0]}; expected numbers from 0 to {vocabulary - 1}, those of the model: use its "
             "own tokenizer"
         )
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .. import api
 from ..caches.contiguous import KVCache
 from ..mask import Mask
-from ..problem import mask_hint
+from ..problem import check_kind
 from ..rope import OPTIONS
 from ..rope import rope as rotate
 
@@ -104,8 +104,7 @@ class Attention(nn.Module):
         """
         if cache is not None and not isinstance(cache, KVCache):
             raise TypeError(f"cache is {type(cache).__name__}; expected a saccade.KVCache, as make_cache returns")
-        if mask is not None and not isinstance(mask, Mask):
-            raise TypeError(mask_hint(mask))
+        check_kind(mask)
         if x.dim() != 3:
             raise ValueError(f"x has shape {list(x.shape)}; expected [B, T, dim]: give a single sequence as x[None]")
         if cache is not None and cache.lengths.shape[0] != x.shape[0]:

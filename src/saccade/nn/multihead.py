@@ -13,7 +13,7 @@ from torch.nn import functional
 from .. import api
 from ..errors import Unsupported
 from ..mask import Mask, causal, dense, documents, keys
-from ..problem import mask_hint
+from ..problem import check_kind
 
 # weights are computed for this many keys at a time
 _COLUMNS = 128
@@ -82,8 +82,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             Unsupported: nested tensors, except one that is query, key and value at once, without masks; or mask with
                 add_bias_kv or add_zero_attn. Others as in `saccade.attention`.
         """
-        if mask is not None and not isinstance(mask, Mask):
-            raise TypeError(mask_hint(mask))
+        check_kind(mask)
         if query.is_nested or key.is_nested or value.is_nested:
             masked = is_causal or any(x is not None for x in (key_padding_mask, attn_mask, mask))
             return self._of_nested(query, key, value, masked or need_weights)

@@ -6,7 +6,7 @@ from numbers import Real
 from typing import Any
 
 from ..arrays import Array, ArrayOrList, ArrayOrTuple, cast, namespace
-from ..operands import DTYPES, Spec
+from ..operands import DTYPES, Spec, check_flag
 from .family import accumulator, check_array, check_floating
 from .ops import compute
 from .problem import MATRIX, MatrixOptions, kept
@@ -59,8 +59,7 @@ def ssd(
         >>> B, C = torch.randn(2, 2, 1024, 1, 16)  # one group, states of 16 numbers
         >>> y = saccade.recurrent.ssd(x, dt, A, B, C)
     """
-    if not isinstance(dt_softplus, bool):
-        raise TypeError(f"dt_softplus is {dt_softplus!r}; expected True or False")
+    check_flag("dt_softplus", dt_softplus)
     dtype = _check({"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias})
     xp = namespace(x)
     wide = getattr(xp, accumulator(dtype))

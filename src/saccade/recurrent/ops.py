@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, ArrayOrList, ArrayOrTuple, is_mlx, namespace
-from ..operands import number
+from ..operands import check_flag, number
 from .family import Family, kind_of
 from .problem import MAPS, MATRIX, MatrixOptions, kept
 from .steps import from_columns, in_columns, in_steps, last_steps
@@ -57,9 +57,8 @@ def linear_attention(
     """
     if feature_map is not None and feature_map not in MAPS:
         raise ValueError(f"feature_map is {feature_map!r}; expected None or one of {', '.join(MAPS)}")
-    for name, flag in (("normalize", normalize), ("causal", causal)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} is {flag!r}; expected True or False")
+    check_flag("normalize", normalize)
+    check_flag("causal", causal)
     if normalize and feature_map is None:
         raise ValueError(
             "normalize without a feature map divides by sums that pass through 0; give one, or normalize=False"
