@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -20,36 +19,27 @@ from saccade.problem import Problem
 MANY = 70000
 
 
-class Kernels:
-    """In place of a module of kernels: notes the grid of every launch."""
-
-    def __init__(self) -> None:
-        self.grids: list[tuple[int, ...]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return self
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        self.grids.append(grid)
-        return lambda *args, **options: None
+@pytest.fixture
+def grids(monkeypatch) -> list[tuple[int, ...]]:
+    """The grids of launches, none of which runs."""
+    grids: list[tuple[int, ...]] = []
+    noted = SimpleNamespace(run=lambda kernel, grid, *args, **options: grids.append(grid))
+    for module in (fold, on_device, schedule):
+        monkeypatch.setattr(module, "PLAIN", noted)
+    return grids
 
 
-def test_lists_of_many_batch_entries(monkeypatch) -> None:
-    noted = Kernels()
-    monkeypatch.setattr(on_device, "lists", noted)
-    monkeypatch.setattr(schedule, "lists", noted)
+def test_lists_of_many_batch_entries(grids) -> None:
     lo = torch.zeros((MANY, 3), dtype=torch.int32)
     part = on_device.Intervals(lo, lo, lo[:, :1].long(), 300, True, 1)
     schedule.schedule_of_intervals(part, 128, 64)
     leaves = SimpleNamespace(kind="documents", args=(lo, None))
     on_device._by_ids(Problem(MANY, 3, 3, 1, 1, 16, 16, device="cpu"), (leaves,))
     # pack has one program
-    assert sorted(noted.grids) == [(1,), (MANY,), (MANY,), (2 * MANY,), (3 * MANY,)]
+    assert sorted(grids) == [(1,), (MANY,), (MANY,), (2 * MANY,), (3 * MANY,)]
 
 
-def test_merging_many_batch_entries(monkeypatch) -> None:
-    grids: list[tuple[int, ...]] = []
-    monkeypatch.setattr(fold, "PLAIN", SimpleNamespace(run=lambda kernel, grid, *args, **options: grids.append(grid)))
+def test_merging_many_batch_entries(grids) -> None:
     o, lse = torch.zeros(MANY, 1, 33, 1), torch.zeros(MANY, 1, 33)
     fold.fold(o, lse, o, lse)
     assert grids == [(2 * MANY,)]

@@ -93,9 +93,9 @@ def test_what_has_run_is_compiled() -> None:
 
 
 def test_statuses() -> None:
-    assert tested.triton_status("3.6.0") == "3.6.0"
+    for version in ("3.6.0", "3.9.0"):
+        assert tested.triton_status(version) == version
     assert tested.triton_status("3.8.0").startswith("3.8.0: compiled, never run on a GPU; to report a run, see docs/")
-    assert tested.triton_status("3.9.0").startswith("3.9.0: run on a GPU in part; ")
     assert tested.triton_status("4.0.1").startswith("4.0.1: not known to compile the kernels;")
     assert tested.chip_status("sm_90") == "sm_90"
     assert tested.chip_status("gfx942").startswith("gfx942: compiled, not run;")

@@ -173,9 +173,10 @@ def _row_terms(do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None) -> Tenso
     if do.is_cuda:
         from ..backends.triton import launch
         from ..backends.triton.chip import on
+        from ..backends.triton.launches import PLAIN
 
         with on(do):
-            delta = launch.delta(launch.PLAIN, Outputs(dense(o), lse, dense(do), dlse))
+            delta = launch.delta(PLAIN, Outputs(dense(o), lse, dense(do), dlse))
     else:
         delta = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1)
         if dlse is not None:

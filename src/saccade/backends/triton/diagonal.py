@@ -16,7 +16,7 @@ from .kernels import diagonal as kernels
 from .kernels.common import LOG2E
 from .kernels.diagonal import Shared
 from .kernels.diagonal_chunks import Borders, Carried, ChunkSums
-from .launch import PLAIN, Launches
+from .launches import PLAIN, Launches
 from .recurrent import misplaced
 from .recurrent_call import far_apart, power_of_two
 from .replay import replayed

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...operands import Spec
 from .kernels import diagonal_chunks
 from .kernels.diagonal import Channels, Sizes
-from .launch import PLAIN, Launches
+from .launches import PLAIN, Launches
 from .recurrent_call import borders, power_of_two
 
 # tokens per tile and channels per program; the least number of tokens in a forward's chunk; programs that fill a chip

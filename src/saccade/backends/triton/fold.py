@@ -8,7 +8,7 @@ from .chip import on
 from .kernels import fold as kernels_fold
 from .kernels.fold import Partial
 from .kernels.rows import Blocks
-from .launch import PLAIN, SMALL
+from .launches import PLAIN, SMALL
 from .tiles import block
 
 

@@ -22,12 +22,10 @@ from .kernels.backward import KeyGradients, Products, RowGradients
 from .kernels.common import Arrays, Bias, Config, Distances, Drop, Scores
 from .kernels.forward import Results
 from .kernels.rows import Array, Blocks
+from .launches import SMALL, Launches
 from .on_device import Intervals
 from .selected import chunks_of, lists_of
 from .stored import array, same_rows, stored
-
-# the tile of kernels that read each number once
-SMALL = tiles.Tile(32, 0, 4, 1)
 
 
 class Gradients(NamedTuple):
@@ -43,25 +41,6 @@ class Gradients(NamedTuple):
     distances: Tensor | None = None
     rows: Tensor | None = None
     keys: Tensor | None = None
-
-
-class Launches:
-    """Launches kernels and allocates scratch; replay.py replaces it to record both."""
-
-    def run(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
-        """Launch a kernel over a grid; returns the compiled kernel."""
-        return kernel[grid](*args, **options)
-
-    def start(self, kernel: Any, grid: int, *args: Any, tile: tiles.Tile, **constants: Any) -> Any:
-        """Launch a kernel over a 1-d grid."""
-        return self.run(kernel, (grid,), *args, **constants, num_warps=tile.num_warps, num_stages=tile.num_stages)
-
-    def scratch(self, *shape: int, like: Tensor, dtype: torch.dtype = torch.float32, zero: bool = False) -> Tensor:
-        """An array that a call needs besides its results, on the device of `like`."""
-        return (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=like.device)
-
-
-PLAIN = Launches()
 
 
 class AttentionLaunch(Launches):

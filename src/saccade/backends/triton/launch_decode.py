@@ -15,7 +15,8 @@ from .kernels.common import Arrays
 from .kernels.forward import Results
 from .kernels.masks import BOUNDS
 from .kernels.rows import Blocks
-from .launch import SMALL, AttentionLaunch
+from .launch import AttentionLaunch
+from .launches import SMALL
 from .stored import array
 
 

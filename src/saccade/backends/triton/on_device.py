@@ -22,9 +22,8 @@ from ...mask.kinds import KINDS
 from ...problem import Problem
 from .chip import interpreted, on, upload
 from .kernels import lists as kernels
+from .launches import PLAIN
 
-# launched as kernel[grid](..), not through `Launches`
-lists: Any = kernels
 # a band that allows every pair: only the rows' intervals restrict them
 EVERY_PAIR = (-INF, INF, 0, INF, 0, INF, 1, 0)
 INSIDE = {"full", "causal", "window"}
@@ -59,7 +58,7 @@ class Intervals:
         lo, hi = (self.lo.new_empty((Bm, Tk)) for _ in range(2))
         rows, keys = kernels.Intervals(self.lo, self.hi), kernels.Intervals(lo, hi)
         with on(self.lo):
-            lists.rows_of_keys[(triton.cdiv(Tk, 256) * Bm,)](rows, keys, Tq, Tk, BLOCK=256)
+            PLAIN.run(kernels.rows_of_keys, (-(-Tk // 256) * Bm,), rows, keys, Tq, Tk, BLOCK=256)
         return lo, hi
 
     @property
@@ -122,7 +121,8 @@ def _by_ids(p: Problem, leaves: tuple[Mask, ...]) -> tuple[Tensor, Tensor, Tenso
     B, T = ids.shape
     lo, hi = (torch.empty((B, T), dtype=torch.int32, device=ids.device) for _ in range(2))
     with on(ids):
-        lists.rows_of_ids[(triton.cdiv(T, 256) * B,)](ids, T, kernels.Intervals(lo, hi), T, left, right, BLOCK=256)
+        grid, ends = (-(-T // 256) * B,), kernels.Intervals(lo, hi)
+        PLAIN.run(kernels.rows_of_ids, grid, ids, T, ends, T, left, right, BLOCK=256)
     return lo, hi, torch.zeros((1, 1), dtype=torch.int64, device=ids.device)
 
 
@@ -273,8 +273,8 @@ def segments(part: Intervals, tile: int, quantum: int, *, from_first: bool = Fal
     intervals = kernels.Intervals(*part.rows_of_keys if of_keys else (part.lo, part.hi))
     out = kernels.Lists(count, spread, extent)
     with on(part.lo):
-        lists.segments[(n_tiles * Bm,)](intervals, out, rows, n, n_tiles, config)
-        lists.pack[(1,)](count, spread, ptr, seg, cells, BLOCK=256)
+        PLAIN.run(kernels.segments, (n_tiles * Bm,), intervals, out, rows, n, n_tiles, config)
+        PLAIN.run(kernels.pack, (1,), count, spread, ptr, seg, cells, BLOCK=256)
     return Segments(ptr, seg, extent)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from .chip import chip_of, early, on, overlaps
 from .kernels import one_row as kernels
 from .kernels.one_row import Cache, Heads, Projections, Row, Sizes, Weight
-from .launch import PLAIN
+from .launches import PLAIN
 from .tiles import Tile, block
 
 # numbers of a row that a warp reads at once; bytes of weights that it reads before it waits, and at a time after that

@@ -20,7 +20,7 @@ from .kernels.recurrent import Arrays, Cotangent
 from .kernels.recurrent_backward import Gradients
 from .kernels.recurrent_forward import Outputs
 from .kernels.recurrent_states import Ends, States
-from .launch import PLAIN, Launches
+from .launches import PLAIN, Launches
 from .recurrent_call import MatrixLaunch, describe, power_of_two, tokens
 from .replay import replayed
 

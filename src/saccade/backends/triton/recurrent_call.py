@@ -19,7 +19,7 @@ from .kernels import recurrent_forward
 from .kernels.recurrent import Arrays, Config, Sides, Sizes, Tokens
 from .kernels.recurrent_forward import Outputs
 from .kernels.recurrent_states import States
-from .launch import PLAIN, Launches
+from .launches import PLAIN, Launches
 
 LONGEST_CHUNK = 64
 # largest numbers of features and columns per tile; largest number of columns in bfloat16, with which rows are read once

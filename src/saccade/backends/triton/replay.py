@@ -17,6 +17,7 @@ from triton.runtime import driver
 
 from ...captures import keep_captured
 from . import chip, launch, versions
+from .launches import PLAIN, Launches
 
 # the number of addresses of one array whose descriptors are cached; the number of recurrences whose replays are
 MOST, MOST_CALLS = 64, 512
@@ -61,7 +62,7 @@ class Allocation(NamedTuple):
     zero: bool
 
 
-class Recorder(launch.Launches):
+class Recorder(Launches):
     """Launches that are recorded, and the scratch that they need."""
 
     def __init__(self, *args: Any) -> None:
@@ -135,9 +136,7 @@ class Replay:
         return torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
 
 
-def replayed(
-    key: Hashable, args: tuple[Any, ...], compute: Callable[[launch.Launches], Sequence[Tensor]]
-) -> Sequence[Tensor]:
+def replayed(key: Hashable, args: tuple[Any, ...], compute: Callable[[Launches], Sequence[Tensor]]) -> Sequence[Tensor]:
     """The results of a recurrence. The first call with this key and layout runs `compute`; later ones replay it.
 
     key: all that the launches depend on besides the arrays' layouts and dtypes. args: nested tuples with all arrays
@@ -145,11 +144,11 @@ def replayed(
     of torch.
     """
     if versions.why_not() or chip.interpreted():
-        return compute(launch.PLAIN)
+        return compute(PLAIN)
     arrays = list(_tensors(args))
     present = [x for x in arrays if x is not None]
     if not all(x.numel() for x in present):
-        return compute(launch.PLAIN)
+        return compute(PLAIN)
 
     def first() -> tuple[Recorder, list[Tensor]]:
         recorder = Recorder()
@@ -157,7 +156,7 @@ def replayed(
 
     replay = _replay_of((key, *(x if x is None else x.dtype for x in arrays)), str(present[0].device))
     results = replay(present, first)
-    return compute(launch.PLAIN) if results is None else results
+    return compute(PLAIN) if results is None else results
 
 
 def _tensors(args: tuple[Any, ...]) -> Iterator[Tensor | None]:

@@ -11,7 +11,7 @@ from ...quantised import Quantised
 from .chip import on
 from .kernels import append as kernels_append
 from .kernels.append import Angles, Config, Copied, Places, Sizes, Slots, Tokens
-from .launch import PLAIN
+from .launches import PLAIN
 
 
 def append(

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-import triton
-
 from ....mask.forms import Rows
 from ....mask.segments import joined
 from ....mask.tiling import FULL, PARTIAL
 from ....plan_parts import Ranges
 from ..chip import on
-from ..on_device import Intervals, lists, segments
+from ..kernels import lists as kernels
+from ..launches import PLAIN
+from ..on_device import Intervals, segments
 
 if TYPE_CHECKING:
     from .tiles import Tiles
@@ -141,7 +141,7 @@ def schedule_of_intervals(part: Intervals, tile_k: int, tile_q: int) -> Backward
     (Bm, N), M = stops.shape, -(-part.lo.shape[1] // tile_q)
     ranks = stops.new_empty((Bm * M, 2))
     with on(stops):
-        lists.turns[(triton.cdiv(M, 256) * Bm,)](stops, ranks, N, M, BLOCK=256)
+        PLAIN.run(kernels.turns, (-(-M // 256) * Bm,), stops, ranks, N, M, BLOCK=256)
     return BackwardSchedule(ptr, seg, _counted(Bm * M + 1, stops.device), ranks, None, *part.rows_of_keys)
 
 
