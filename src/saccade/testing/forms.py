@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 TRITON = "saccade.backends.triton"
+LATE, STAGES = (f"{TRITON}.launch_decode:{name}" for name in ("LATE_FROM", "MORE_STAGES"))
 
 
 class Form(NamedTuple):
@@ -24,6 +25,10 @@ class Form(NamedTuple):
 # no name contains a comma
 FORMS = {
     "every Triton": Form({f"{TRITON}.versions:RUN": ("3.6", "3.7", "3.8", "3.9")}),
+    "late": Form({LATE: 0}, ("decode",)),
+    "late if full": Form({LATE: 1}, ("decode",)),
+    "deeper": Form({STAGES: 1}, ("decode",)),
+    "late and deeper": Form({LATE: 0, STAGES: 1}, ("decode",)),
 }
 
 

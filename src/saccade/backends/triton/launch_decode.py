@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import NamedTuple
 
 from torch import Tensor
@@ -18,6 +19,12 @@ from .kernels.rows import Blocks
 from .launch import AttentionLaunch
 from .launches import SMALL
 from .stored import array
+
+# with more programs per multiprocessor, the next kernel starts at the end of decode instead of at once: its programs
+# would take the places that later programs of decode need, or leave other multiprocessors without any
+LATE_FROM = inf
+# stages of the pipeline of contiguous keys beyond those of the tile
+MORE_STAGES = 0
 
 
 class Split(NamedTuple):
@@ -36,6 +43,8 @@ def decode(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
     at, rows = call.lists(0), p.G * p.Tq
     mask, reach = (at.mask, (0, 0)) if call.arrays.lengths is None else (BOUNDS.value, reach_of(p.mask) or (0, 0))
     tile = tile._replace(BM=min(64, tiles.block(rows)))
+    if not call.arrays.k.page and p.quantised is None:
+        tile = tile._replace(num_stages=tile.num_stages + MORE_STAGES)
     arrays = call.arrays_of(plan.parts[0], at.words, tile.BN)
     _in_ranges(call, arrays, tile, mask, Split(-(-rows // tile.BM), plan.num_splits, plan.split_keys, reach), (o, lse))
 
@@ -65,7 +74,9 @@ def _in_ranges(
     n = p.B * p.Tq * p.Hq
     width = p.Dv + 2 + p.return_entropy
     parts = call.scratch(n * split.n * width, like=lse) if split.n > 1 else None
-    more = {"ENTROPY": p.return_entropy, "OVERLAP": overlaps(call.chip)}
+    programs, early_start = p.B * p.Hk * split.n * split.blocks, overlaps(call.chip)
+    late = early_start and programs > LATE_FROM * multiprocessors(p.device)
+    more = {"ENTROPY": p.return_entropy, "OVERLAP": early_start, "LATE": late}
     config = call.config(tile, mask)._replace(**call.columns._asdict(), **more)
     args = (
         Results(array(o), lse, parts, *call.more),
@@ -76,7 +87,7 @@ def _in_ranges(
         split.n,
         config,
     )
-    call.start(kernels.decode, p.B * p.Hk * split.n * split.blocks, arrays, *args, tile=tile, **early(call.chip))
+    call.start(kernels.decode, programs, arrays, *args, tile=tile, **early(call.chip))
     if parts is not None:
         combine(call, parts, split.n, out)
 

@@ -57,7 +57,7 @@ def decode(
     ranges x blocks of BM rows, the first one fastest; row r is query r // G of head hk G + r mod G. With selected keys
     the blocks are those of every group of rows, ranges count the keys of its list, and the order is reversed.
     """
-    start(config.OVERLAP)
+    start(config.OVERLAP and not config.LATE)
     wait(config.OVERLAP)
     drop, ranges = Drop(below, seed_low, seed_high), Ranges(left, right, split_keys, num_splits)
     _decode(results, ranges, Attention(arrays, scores, drop, place_of(arrays.words), config))
@@ -130,6 +130,7 @@ def _decode(results, ranges, attention):
         if edge < end:
             for k0 in range(edge, end, BN):
                 acc, m, l, u = fold((acc, m, l, u), queries, attention, k0, end, True)
+    start(config.LATE)
     none = l == 0.0
     row = (b.to(tl.int64) * place.Tq + t) * place.Hq + h
     factor = 1.0 / tl.where(none, 1.0, l)
