@@ -54,6 +54,8 @@ def quantised(kind: str, group: int | None, *sizes: int) -> Quantised:
     """How heads of these sizes are stored; group None for the default of the kind. Raises ValueError if impossible."""
     if kind not in GROUPS:
         raise ValueError(f"quantised is {kind!r}; expected None or one of {', '.join(GROUPS)}")
+    if group is not None and (not isinstance(group, int | np.integer) or isinstance(group, bool)):
+        raise TypeError(f"group is {group!r}; expected an integer")
     if group is not None and group < 1:
         raise ValueError(f"group is {group}; expected at least 1 number, or None: a whole head, and 32 for int4")
     if kind == "int4" and any(n % 2 for n in sizes):

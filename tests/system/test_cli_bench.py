@@ -59,6 +59,19 @@ def test_rows_of_a_file_are_chosen_by_name(table: Path) -> None:
         assert f"{words[0]} is given with --read, which measures nothing" in told
 
 
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [
+        *(("--list, which prints names alone", words) for words in ("--plot x.svg", "--markdown", "--check")),
+        *(("--list, which prints names alone", words) for words in ("--out x.csv", "--peers sdpa", "--threads 2")),
+        ("--json, which prints no table", "--markdown"),
+    ],
+)
+def test_options_that_another_would_ignore(first: str, words: str) -> None:
+    option, told = words.split()[0], call(first.partition(",")[0], *words.split(), status=2).stderr
+    assert f"{option} is given with {first}; give one of them" in told
+
+
 def test_a_file_that_is_no_table(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_bytes(b"\xd0\xff\x00\n")

@@ -208,9 +208,38 @@ def test_lengths_of_another_dtype_are_converted(kind: str, dtype: str) -> None:
             cache.append(tokens, tokens)
 
 
-def test_a_dtype_is_given() -> None:
-    with pytest.raises(TypeError, match="dtype is None; expected one of float32"):
-        saccade.KVCache(1, 4, 1, 2, dtype=None)
+@pytest.mark.parametrize("device", [None, "cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [None, "words", 3, "int64"])
+def test_dtypes_that_no_cache_has(dtype, device) -> None:
+    name = dtype if dtype == "int64" else repr(dtype)
+    with pytest.raises(TypeError, match=f"dtype is {name}; expected one of float"):
+        saccade.KVCache(1, 4, 1, 2, dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize("make", [saccade.KVCache, saccade.PagedKVCache, saccade.LatentKVCache])
+def test_devices_that_do_not_exist(make) -> None:
+    pytest.importorskip("torch")
+    sizes = (2, 4) if make is saccade.LatentKVCache else (2, 4, 1, 2)
+    with pytest.raises(ValueError, match="device is 'gpu0'; expected None, one of torch, such as 'cpu'"):
+        make(*sizes, device="gpu0")
+
+
+@pytest.mark.parametrize("group", [2.5, True, "2"])
+def test_groups_of_codes_are_integers(group) -> None:
+    with pytest.raises(TypeError, match=f"group is {group!r}; expected an integer"):
+        saccade.KVCache(1, 4, 1, 2, quantised="int8", group=group)
+
+
+def test_one_sequence_of_pages_is_in_a_list() -> None:
+    pool, latent = saccade.PagedKVCache(2, 4, 1, 2), saccade.PagedLatentKVCache(2, 4)
+    tokens, one = np.ones((3, 1, 2), np.float32), pool.add()
+    for use in (
+        lambda: pool.append(one, tokens, tokens),
+        lambda: pool.view(one),
+        lambda: latent.append(one, tokens, tokens),
+    ):
+        with pytest.raises(TypeError, match=r"sequences is 1; expected several numbers, such as \[1\]"):
+            use()
 
 
 def test_lengths_on_a_device_are_bounded_without_waiting() -> None:

@@ -177,3 +177,16 @@ def test_arrays_that_do_not_fit(mask, word) -> None:
 def test_contents_out_of_range(mask) -> None:
     with pytest.raises(ValueError, match="expected"):
         mask.check(2, 3, 5)
+
+
+@pytest.mark.parametrize("sizes", [(-1, 1, 2, 2), (1, 1, -2, 2), (1, 1, 2, -3)])
+def test_negative_sizes(sizes) -> None:
+    B, Hq, Tq, Tk = sizes
+    for use in (lambda: sm.causal().evaluate(*sizes), lambda: sm.causal().check(B, Tq, Tk, Hq)):
+        with pytest.raises(ValueError, match=f"{min(sizes)} given, expected an integer >= 0"):
+            use()
+
+
+def test_sizes_that_are_no_integers() -> None:
+    with pytest.raises(TypeError, match=r"Tq is an integer, got 4\.5"):
+        sm.causal().evaluate(1, 1, 4.5, 4)

@@ -195,6 +195,11 @@ def test_prefill_takes_at_least_a_token_at_a_time(chunk) -> None:
         prefill(small(), [[1, 2]], 20, chunk=chunk)
 
 
+def test_prefill_takes_at_least_a_prompt() -> None:
+    with pytest.raises(ValueError, match="prompts is empty; expected at least one"):
+        prefill(small(), [], 20)
+
+
 def test_packed_documents_do_not_see_each_other() -> None:
     model, tokens = small(), some_tokens(1, 30)
     ids, positions = torch.tensor([[0] * 11 + [1] * 19]), torch.cat([torch.arange(11), torch.arange(19)])

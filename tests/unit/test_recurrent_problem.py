@@ -81,7 +81,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "causal is None": (linear(causal=None), TypeError, "causal is None; expected True or False"),
     "normalize is a text": (linear(normalize="no"), TypeError, "normalize is 'no'; expected True or False"),
     "dt_softplus is a text": (space(dt_softplus="no"), TypeError, "dt_softplus is 'no'; expected True or False"),
-    "chunk of 1.5": (decay(chunk=1.5), TypeError, r"chunk is float; expected None or an integer"),
+    "chunk of 1.5": (decay(chunk=1.5), TypeError, r"chunk is 1.5; expected None or an integer"),
     "state's shape": (
         decay(initial_state=STATE[:1]),
         ValueError,

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import is_torch
+from ..arrays import is_torch, numpy_dtype
 from ..backends import load
 from ..operands import DTYPES
 from .storage import Arrays, NumpyArrays
@@ -14,21 +14,26 @@ from .storage import Arrays, NumpyArrays
 
 def arrays_for(dtype: Any, device: Any) -> Arrays:
     """The arrays of a cache: NumPy arrays, unless dtype is a torch dtype or device is one of torch's or WebGPU's."""
-    if dtype is None:
-        raise TypeError(f"dtype is None; expected one of {', '.join(DTYPES)}")
-    arrays = _arrays_for(dtype, device)
-    if (name := str(arrays.dtype).rpartition(".")[2]) not in DTYPES:
+    name = _name_of(dtype)
+    if name not in DTYPES:
         codes = "; codes of numbers are stored with quantised=" if "8" in name else ""
         raise TypeError(f"dtype is {name}; expected one of {', '.join(DTYPES)}{codes}")
-    return arrays
-
-
-def _arrays_for(dtype: Any, device: Any) -> Arrays:
     if device is None and isinstance(dtype, (str, type, np.dtype)):
-        return NumpyArrays(dtype, device)
+        return NumpyArrays(name, device)
     of_torch = is_torch(dtype) or is_torch(device) or str(device) not in ("None", "cpu")
     kind = _kind("webgpu" if str(device).partition(":")[0] == "webgpu" else "torch" if of_torch else "numpy")
-    return kind(dtype, device)
+    return kind(name, device)
+
+
+def _name_of(dtype: Any) -> str:
+    name = str(dtype).rpartition(".")[2]
+    if name in DTYPES or is_torch(dtype):
+        return name
+    try:
+        # np.dtype(None) is float64
+        return str(numpy_dtype(dtype if dtype is not None else "None"))
+    except TypeError:
+        return repr(dtype)
 
 
 def kind_of(x: object) -> type[Arrays]:

@@ -16,7 +16,7 @@ from ..errors import Unsupported
 from ..rope import rope
 from .contiguous import KVCache, Rotation
 from .paged import PagedKVCache
-from .sequences import bounds_of
+from .sequences import alone, bounds_of, new_positions
 from .storage import at_least
 
 
@@ -239,11 +239,13 @@ class PagedLatentKVCache(_Latent, PagedKVCache):
         Raises:
             TypeError, ValueError, Unsupported: as in `PagedKVCache.append`.
         """
+        if isinstance(sequences, int):
+            raise alone(sequences)
         sequences = list(sequences)
         self._check_parts(latent, k_rope, "tokens", ())
         positions = None
         if rotation is not None:
             bounds = bounds_of("latent", "cu", cu, len(sequences), int(latent.shape[0]))
-            positions = self._arrays.indices(self.positions_of(sequences, bounds))
+            positions = self._arrays.indices(new_positions([self.known(s) for s in sequences], bounds))
         k = _joined(latent, k_rope, positions, rotation)
         super().append(sequences, k, k[..., : self.sizes[1]], cu)

@@ -13,7 +13,7 @@ from ..rope import rope, turning
 from . import gates
 from .choice import arrays_for
 from .contiguous import Rotation
-from .sequences import Ints, PagedKeys, Tokens, bounds_of, path_of
+from .sequences import Ints, PagedKeys, Tokens, alone, bounds_of, new_positions, path_of
 from .storage import Storage, at_least
 
 
@@ -181,6 +181,8 @@ class PagedKVCache(Storage):
             TypeError: k or v has another dtype or framework.
             Unsupported: k or v requires grad or has a tangent; or rotation on a WebGPU device.
         """
+        if isinstance(sequences, int):
+            raise alone(sequences)
         sequences, turn = list(sequences), None
         chosen = [self.known(s) for s in sequences]
         if len(set(sequences)) < len(sequences):
@@ -191,7 +193,7 @@ class PagedKVCache(Storage):
         bounds, before = bounds_of("k", "cu", cu, len(sequences), int(k.shape[0])), [one.length for one in chosen]
         if rotation is not None:
             self.in_memory("rotation")
-            turn = turning(k, self.positions_of(sequences, bounds), **rotation)
+            turn = turning(k, new_positions(chosen, bounds), **rotation)
         sums = None if log_f is None else gates.sums_of_sequences(self, log_f, chosen, bounds)
         try:
             first, second = map(self._arrays.indices, np.divmod(self.reserve(sequences, bounds), self.page_size))
@@ -204,14 +206,10 @@ class PagedKVCache(Storage):
                     self.crop(sequence, length)
             raise
 
-    def positions_of(self, sequences: Sequence[int], cu: Any) -> Ints:
-        """int64 [n]: the positions of new tokens, those of sequence r from cu[r] to cu[r + 1]."""
-        cu = np.asarray(cu, np.int64)
-        begin = [self.position(s) - first for s, first in zip(sequences, cu[:-1].tolist(), strict=True)]
-        return np.repeat(np.array(begin, np.int64), np.diff(cu)) + np.arange(cu[-1])
-
     def view(self, sequences: Iterable[int]) -> PagedKeys:
         """Keys and values of these sequences, for `decode` and `paged_attention`; later appends do not change them."""
+        if isinstance(sequences, int):
+            raise alone(sequences)
         chosen = [self.known(s) for s in sequences]
         table: Any = np.full((len(chosen), max((len(one.pages) for one in chosen), default=0)), -1, np.int32)
         for row, one in zip(table, chosen, strict=True):

@@ -82,6 +82,18 @@ class Tokens:
         return length
 
 
+def new_positions(chosen: Sequence[Tokens], cu: Any) -> Ints:
+    """int64 [n]: the positions of new tokens, those of sequence r from cu[r] to cu[r + 1]."""
+    cu = np.asarray(cu, np.int64)
+    begin = [one.length + one.gone - first for one, first in zip(chosen, cu[:-1].tolist(), strict=True)]
+    return np.repeat(np.array(begin, np.int64), np.diff(cu)) + np.arange(cu[-1])
+
+
+def alone(sequence: int) -> TypeError:
+    """The error for a sequence where several are expected."""
+    return TypeError(f"sequences is {sequence}; expected several numbers, such as [{sequence}]")
+
+
 def path_of(path: Sequence[int], tokens: int) -> Ints:
     """path as int64 [m]; raises ValueError unless its numbers ascend from 0 or more and are below `tokens`."""
     at_least("tokens", tokens, 0)

@@ -256,7 +256,7 @@ class Arrays(Protocol):
 class NumpyArrays(Arrays):
     """NumPy arrays."""
 
-    def __init__(self, dtype: Any, device: Any) -> None:
+    def __init__(self, dtype: str, device: Any) -> None:
         self.dtype = numpy_dtype(dtype)
         self.shown = {"dtype": str(self.dtype)}
 

@@ -24,9 +24,14 @@ class TorchArrays(Arrays):
     on_host = staticmethod(torch.from_numpy)
     tile = staticmethod(torch.tile)
 
-    def __init__(self, dtype: Any, device: Any) -> None:
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        like = torch.empty(0, dtype=dtype, device=device)
+    def __init__(self, dtype: str, device: Any) -> None:
+        try:
+            place = None if device is None else torch.device(device)
+        except (RuntimeError, TypeError):
+            raise ValueError(
+                f"device is {device!r}; expected None, one of torch, such as 'cpu' or 'cuda:0', or 'webgpu'"
+            ) from None
+        like = torch.empty(0, dtype=getattr(torch, dtype), device=place)
         self.dtype, self.device = like.dtype, like.device
         self.shown = {"dtype": self.dtype, "device": str(self.device)}
 

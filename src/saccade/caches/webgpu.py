@@ -25,7 +25,7 @@ class WebgpuArrays(Arrays):
     copy_block = staticmethod(on_device.copy_block)
     take = staticmethod(on_device.take_rows)
 
-    def __init__(self, dtype: Any, device: Any) -> None:
+    def __init__(self, dtype: str, device: Any) -> None:
         self.dtype, self.gpu = numpy_dtype(dtype), at(str(device))
         # raises TypeError for a dtype that no kernel reads
         empty((0,), self.dtype, self.gpu)

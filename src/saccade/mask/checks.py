@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from . import arguments
 from .algebra import Mask, is_array
 from .kinds import KINDS
+
+
+def check_sizes(where: str, **sizes: Any) -> None:
+    """Raises TypeError for a size that is not an integer, ValueError for a negative one."""
+    for name, size in sizes.items():
+        arguments.natural(size, where, name)
 
 
 def check_shapes(mask: Mask, B: int, Tq: int, Tk: int, Hq: int | None = None) -> None:
@@ -20,6 +28,7 @@ def check_shapes(mask: Mask, B: int, Tq: int, Tk: int, Hq: int | None = None) ->
 
 def check(mask: Mask, B: int, Tq: int, Tk: int, Hq: int | None = None) -> None:
     """Raises ValueError if an array of `mask` has the wrong shape or contents for these sizes. Reads arrays."""
+    check_sizes("check", B=B, Tq=Tq, Tk=Tk, Hq=Hq or 0)
     check_shapes(mask, B, Tq, Tk, Hq)
     _check_contents(mask, Tq, Tk)
 

@@ -7,13 +7,14 @@ from functools import reduce
 import numpy as np
 
 from .algebra import Mask
-from .checks import check_shapes
+from .checks import check_shapes, check_sizes
 from .kinds import KINDS
 from .scene import Bools, Scene
 
 
 def evaluate(mask: Mask, B: int, Hq: int, Tq: int, Tk: int) -> Bools:
     """Allowed pairs of `mask`, bool [B|1, Hq|1, Tq, Tk]. Raises ValueError if arrays do not fit these sizes."""
+    check_sizes("evaluate", B=B, Hq=Hq, Tq=Tq, Tk=Tk)
     check_shapes(mask, B, Tq, Tk, Hq)
     allowed = _node(mask, Scene(_node, B, Hq, Tq, Tk))
     return np.ascontiguousarray(np.broadcast_to(allowed, (*allowed.shape[:2], Tq, Tk)))

@@ -41,14 +41,17 @@ def prefill(
     into: empty caches, by default new ones. After an error they are empty again.
     Returns the logits [B, vocab] after each prompt's last token, and the caches of `capacity` tokens: one per layer,
     or one `StackCache`.
-    Raises ValueError for an empty prompt or one beyond the capacity, for a chunk below 1, and for caches with tokens.
+    Raises ValueError for no prompts, for an empty one or one beyond the capacity, for a chunk below 1, and for caches
+    with tokens.
     """
     _check_chunk(chunk)
     counts = [len(prompt) for prompt in prompts]
-    longest = max(counts, default=0)
+    if not counts:
+        raise ValueError("prompts is empty; expected at least one prompt")
+    longest = max(counts)
     together = AT_ONCE_ON_GPU if model.device.type == "cuda" else AT_ONCE
-    chunk = chunk or max(CHUNK, together // max(1, len(prompts)))
-    if longest > capacity or min(counts, default=1) < 1:
+    chunk = chunk or max(CHUNK, together // len(prompts))
+    if longest > capacity or min(counts) < 1:
         raise ValueError(f"prompts of {counts} tokens; each needs 1 to {capacity}")
     padded = torch.zeros(len(prompts), longest, dtype=torch.int64)
     for row, prompt in zip(padded, prompts, strict=True):

@@ -19,6 +19,7 @@ from .. import api
 from ..caches.contiguous import KVCache
 from ..caches.paged import PagedKVCache
 from ..caches.ragged import paged_attention
+from ..caches.sequences import new_positions
 from ..distributed.context import ContextParallel, Where
 from ..distributed.sharded_cache import ShardedKVCache
 from ..distributed.sharded_cache import decode as decode_over_ranks
@@ -41,7 +42,7 @@ class PagedTokens(NamedTuple):
 
     def positions(self, T: int) -> Tensor:
         """int64 [1, T]: the positions of the tokens, 0 for padding."""
-        positions = torch.from_numpy(self.pages.positions_of(self.sequences, self.cu))
+        positions = torch.from_numpy(new_positions([self.pages.known(s) for s in self.sequences], self.cu))
         return functional.pad(positions, (0, T - len(positions)))[None]
 
     def append(self, k: Tensor, v: Tensor) -> None:

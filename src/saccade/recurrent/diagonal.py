@@ -17,12 +17,11 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Integral
 from typing import ClassVar, NamedTuple
 
-from ..operands import Spec
+from ..operands import Spec, check_flag
 from ..problem import LONGEST
-from .family import Family, Specs, Uses, accumulator, check_array, check_floating, check_packed
+from .family import Family, Specs, Uses, accumulator, check_array, check_floating, check_packed, chunk_of
 
 WIDEST_CONV = 8
 LONGEST_CHUNK = 1024
@@ -136,18 +135,6 @@ def _state(specs: Specs, shape: tuple[int, ...], layout: str, x: Spec) -> None:
         check_array("initial_state", state, shape, layout, (accumulator(x.dtype),), x)
 
 
-def _chunk(chunk: int | None) -> int:
-    if chunk is None:
-        return 64
-    if isinstance(chunk, bool) or not isinstance(chunk, Integral):
-        raise TypeError(
-            f"chunk is {type(chunk).__name__}; expected None or an integer: the tokens between stored states"
-        )
-    if not 1 <= chunk <= LONGEST_CHUNK:
-        raise ValueError(f"chunk is {chunk}; expected 1 to {LONGEST_CHUNK} tokens, or None for the plan's choice")
-    return int(chunk)
-
-
 def _groups(name: str, x: Spec, spec: Spec, N: int, dtypes: tuple[str, str]) -> int:
     # the number of groups of B or C; 0 if it is constant in time
     B, T, D = x.shape
@@ -192,10 +179,9 @@ def describe_scan(specs: Specs, options: ScanOptions) -> Scan:
     if of_B and of_C and of_B != of_C:
         raise ValueError(f"B has {of_B} groups and C has {of_C}; expected the same")
     _state(specs, (S, D, N), "[B, D, N], or one per sequence of cu_seqlens", u)
-    if type(options.delta_softplus) is not bool:
-        raise TypeError(f"delta_softplus is {type(options.delta_softplus).__name__}; expected True or False")
+    check_flag("delta_softplus", options.delta_softplus)
     sizes = u.shape[0], u.shape[1], S, D, u.dtype, u.device
-    present, chunk = SELECTIVE_SCAN.present(specs), _chunk(options.chunk)
+    present, chunk = SELECTIVE_SCAN.present(specs), chunk_of(options.chunk, 64, LONGEST_CHUNK)
     return Scan(*sizes, present, N, of_B or of_C or 1, chunk, not of_B, not of_C, options.delta_softplus)
 
 
@@ -211,7 +197,7 @@ def describe_gated(specs: Specs, options: GatedOptions) -> GatedUnit:
     assert a_param is not None
     check_array("a_param", a_param, (D,), "[D]", dtypes, x)
     _state(specs, (S, D), "[B, D], or one per sequence of cu_seqlens", x)
-    return GatedUnit(B, T, S, D, x.dtype, x.device, RG_LRU.present(specs), _chunk(options.chunk))
+    return GatedUnit(B, T, S, D, x.dtype, x.device, RG_LRU.present(specs), chunk_of(options.chunk, 64, LONGEST_CHUNK))
 
 
 def describe_conv(specs: Specs, options: ConvOptions) -> Convolution:

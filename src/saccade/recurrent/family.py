@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Integral
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -117,6 +118,16 @@ def check_borders(borders: NDArray[Any], T: int) -> NDArray[np.int64]:
     if borders[0] != 0 or borders[-1] != T or (np.diff(borders) < 0).any():
         raise ValueError(f"cu_seqlens is {borders.tolist()}; expected numbers from 0 to T = {T} that never decrease")
     return borders
+
+
+def chunk_of(chunk: int | None, default: int, longest: int) -> int:
+    """The tokens of a chunk; raises TypeError unless chunk is None or an integer, ValueError beyond 1 to `longest`."""
+    chunk = default if chunk is None else chunk
+    if isinstance(chunk, bool) or not isinstance(chunk, Integral):
+        raise TypeError(f"chunk is {chunk!r}; expected None or an integer, tokens computed at a time")
+    if not 1 <= chunk <= longest:
+        raise ValueError(f"chunk is {chunk}; expected 1 to {longest} tokens, or None for the plan's choice")
+    return int(chunk)
 
 
 def kind_of(x: Any) -> str:

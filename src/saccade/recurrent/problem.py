@@ -19,12 +19,11 @@ import math
 from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Integral
 from typing import ClassVar, NamedTuple
 
 from ..operands import Spec, scale_of
 from ..problem import LONGEST
-from .family import Family, Specs, Uses, accumulator, check_array, check_floating, check_packed
+from .family import Family, Specs, Uses, accumulator, check_array, check_floating, check_packed, chunk_of
 
 # dtypes in which states may be stored, next to that of sums
 NARROW = ("bfloat16", "float16")
@@ -188,14 +187,9 @@ def describe(specs: Specs, options: MatrixOptions) -> Matrix:
 
 
 def _chunk(chunk: int | None, decay: str, rule: str, K: int) -> int:
-    if chunk is None:
-        chunk = 16 if decay == "channel" or rule == "delta" else 32
-    if isinstance(chunk, bool) or not isinstance(chunk, Integral):
-        raise TypeError(f"chunk is {type(chunk).__name__}; expected None or an integer, tokens computed at a time")
-    if not 1 <= chunk <= LONGEST_CHUNK:
-        raise ValueError(f"chunk is {chunk}; expected 1 to {LONGEST_CHUNK} tokens, or None for the plan's choice")
+    size = chunk_of(chunk, 16 if decay == "channel" or rule == "delta" else 32, LONGEST_CHUNK)
     # if a chunk has more keys than dimensions, they overwrite one another and their values cancel in its sums
-    return min(int(chunk), K) if rule == "delta" else int(chunk)
+    return min(size, K) if rule == "delta" else size
 
 
 MATRIX = Family(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -38,10 +39,11 @@ def bench(
     json: show.Json = False,
 ) -> None:
     """Measure Saccade and its peers in turn, and the limits of the machine; check outputs against the oracle."""
-    measuring = {"--out": out, "--suite": suite, "--peers": peers, "--quick": quick, "--threads": threads}
-    for option, value in {**measuring, "--seconds": seconds != SECONDS}.items():
-        if read and value:
-            show.fail(f"{option} is given with --read, which measures nothing; give one of them")
+    measuring = {"--out": out, "--peers": peers, "--threads": threads, "--seconds": seconds != SECONDS}
+    printing = {"--plot": plot, "--markdown": markdown, "--check": check}
+    _refuse(read, "--read, which measures nothing", measuring | {"--suite": suite, "--quick": quick})
+    _refuse(list_cases, "--list, which prints names alone", measuring | printing)
+    _refuse(json, "--json, which prints no table", {"--markdown": markdown})
     show.at_least(0, threads=threads)
     if not 0 <= seconds < math.inf:
         show.fail(f"--seconds is {seconds}; expected a finite number of at least 0")
@@ -64,6 +66,13 @@ def bench(
             settings = _settings(chosen, peers, seconds, quick=quick, plot=plot is not None)
             table = _measure(chosen, settings, out, threads=threads, quick=quick)
         _print(table, plot, markdown=markdown, check=check, json=json)
+
+
+def _refuse(first: object, what: str, others: Mapping[str, object]) -> None:
+    """Ends the command if an option is given that another one would ignore."""
+    for option, value in others.items():
+        if first and value:
+            show.fail(f"{option} is given with {what}; give one of them")
 
 
 def _settings(chosen: list[Case], peers: str, seconds: float, *, quick: bool, plot: bool) -> Settings:
