@@ -190,12 +190,9 @@ def test_cache_gives_the_logits_of_the_whole(chunk: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", [0, -1])
-def test_prefill_takes_at_least_a_token_at_a_time(chunk) -> None:
+def test_prefill_takes_at_least_a_prompt_and_a_token_at_a_time(chunk) -> None:
     with pytest.raises(ValueError, match=f"chunk is {chunk}; expected at least 1 token"):
         prefill(small(), [[1, 2]], 20, chunk=chunk)
-
-
-def test_prefill_takes_at_least_a_prompt() -> None:
     with pytest.raises(ValueError, match="prompts is empty; expected at least one"):
         prefill(small(), [], 20)
 
