@@ -54,10 +54,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, request: Request, verb: str) -> t
     lifted = q.dim() == 3 and k.dim() == 3 and v.dim() == 3
     if lifted:
         q, k, v = q[None], k[None], v[None]
-    # Dynamo of torch 2.9 does not compare tuples by identity
-    if traced or side is not NO_SIDE:
-        side = _with_four_dimensions(side)
-        request = request._replace(side=side)
     if autocast_active():
         q, k, v = autocast(q, k, v)
     if traced:
@@ -94,8 +90,6 @@ def attention_backward(
     if lifted:
         q, k, v = q[None], k[None], v[None]
         outputs = Outputs(**{name: x[None] for name, x in rows_of(outputs).items()})
-    if request.side is not NO_SIDE:
-        request = request._replace(side=_with_four_dimensions(request.side))
     with torch.no_grad():
         planned = run.prepare(q, k, v, request, grads)
         run.check_rows(planned.problem, outputs)
@@ -167,7 +161,6 @@ def _by_source(q: Tensor, cache: Any, request: Request) -> tuple[Tensor, ...]:
         raise Unsupported("torch", [f"{_EAGER}: call it outside of transforms and modes"])
     if torch.is_grad_enabled() and _needs_grad(q, k, v, side):
         raise Unsupported("torch", ["keys in pages or as codes have no gradient: call it under torch.no_grad()"])
-    request = request if side is NO_SIDE else request._replace(side=_with_four_dimensions(side))
     paged = hasattr(cache, "block_table")
     if _reads_lengths(k, cache, request):
         source = stored(cache)
@@ -265,12 +258,6 @@ def _needs_grad(q: Tensor, k: Tensor, v: Tensor, side: Side) -> bool:
     if q.requires_grad or k.requires_grad or v.requires_grad:
         return True
     return side is not NO_SIDE and any(x is not None and x.requires_grad for x in side)
-
-
-def _with_four_dimensions(side: Side) -> Side:
-    if side.bias is None or side.bias.dim() >= 4:
-        return side
-    return side._replace(bias=side.bias[(None,) * (4 - side.bias.dim())])
 
 
 def _traced(*tensors: Any) -> bool:

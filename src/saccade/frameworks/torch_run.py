@@ -166,6 +166,8 @@ def widen(q: Tensor, request: Request, Tk: int) -> Side:
     if not torch.compiler.is_compiling() and side is NO_SIDE:
         return side
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    if side.bias is not None and side.bias.dim() < 4:
+        side = side._replace(bias=side.bias[(None,) * (4 - side.bias.dim())])
     side = for_kernels(side, request.options, q.shape[1], Tk)
     return side._replace(log_f=None).map(lambda x: x.to(dtype))._replace(log_f=side.log_f)
 
