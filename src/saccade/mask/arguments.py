@@ -130,10 +130,7 @@ def ascending(value: Any, where: str, name: str) -> Leaf:
     if not is_tensor(value):
         value = _plain(value, where, name)
     if isinstance(value, np.ndarray) and value.ndim and value.dtype.kind in "iu" and value.size:
-        below = value[..., 1:] < value[..., :-1]
-        if below.any():
-            at = int(np.argmax(below.reshape(-1))) % (value.shape[-1] - 1)
-            raise ValueError(_decreases(where, name, value, at))
+        still_ascending(where, name, value)
         # sorted numbers fit int32 if their ends do; half the memory takes half the time
         if value.dtype != np.int32 and value[..., 0].min() >= -(1 << 31) and value[..., -1].max() < 1 << 31:
             value = value.astype(np.int32)
@@ -200,11 +197,10 @@ def still_ascending(where: str, name: str, leaf: Any) -> None:
     """Raises ValueError if the array decreases. Reads the array."""
     values = host(leaf)
     below = values[..., 1:] < values[..., :-1]
-    if below.any():
-        raise ValueError(_decreases(where, name, values, [int(x) for x in np.argwhere(below)[0]]))
-
-
-def _decreases(where: str, name: str, values: NDArray[Any], at: Any) -> str:
+    if not below.any():
+        return
+    at = np.argwhere(below)[0].tolist()
+    at = at if len(at) > 1 else at[0]
     message = f"{where}: {name} decreases after index {at}; sort the documents so that it never does"
     # if the id of padding is the only one out of order, suggest to make it the highest
     rows = values.reshape(-1, values.shape[-1]).astype(np.int64)
@@ -213,7 +209,7 @@ def _decreases(where: str, name: str, values: NDArray[Any], at: Any) -> str:
     if name == "ids" and (cured[:, 1:] >= cured[:, :-1]).all():
         message += f". Where {pad} marks padding, give padding the highest id: "
         message += f"where(ids == {pad}, ids.max() + 1, ids)"
-    return message
+    raise ValueError(message)
 
 
 def sizes_of(leaves: Iterable[Leaf], ndim: int, Tq: int | None = None, Tk: int | None = None) -> Sizes:
