@@ -98,8 +98,8 @@ class Config(NamedTuple):
     element test. Rows of q and k have a second part if D is larger than BLOCK_D. SHARED: whether v is the first DV
     numbers of k. EXACT: 0 for 16-bit products, 1 for float32, 2 for float32 to the last bit. ADD: results contain the
     sums of earlier parts. LAST: the last part. BY_ROW: a bias gradient has a row for each query. ENTROPY: whether a
-    forward computes it. OVERLAP: whether a decode starts early
-    (`overlap.py`). LATE: whether the kernel after it starts at its end.
+    forward computes it. OVERLAP: whether a decode starts early (`overlap.py`). LATE: whether the kernel after it starts
+    at its end.
     """
 
     D: Any
