@@ -36,7 +36,8 @@ numbers, are used unchanged.
 
 **Refused.** `saccade.Unsupported` is raised, with the reason, for an argument that Saccade does not know, for a mask
 that it cannot convert, for a model that computes with its mask, and for attention weights (`output_attentions`). Use
-`attn_implementation="sdpa"` for such models, or "eager" for attention weights.
+`attn_implementation="sdpa"` for such models, or "eager" for attention weights. GPT-2 and OPT do not pass
+`output_attentions` on, and return none, as with "sdpa".
 
 **Padding** may be on the left or on the right of the tokens, not between them. Ignore the outputs at padding. A
 padded query that sees no token gives 0; the others give numbers without a meaning, not those of eager attention.

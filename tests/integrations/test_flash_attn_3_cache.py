@@ -175,3 +175,18 @@ def test_a_refused_call_leaves_the_cache_as_it_was(name) -> None:
     with pytest.raises(kind, match=words):
         call()
     assert torch.equal(CACHE, before)
+
+
+def test_qv_with_packed_queries_and_more_rows_than_sequences() -> None:
+    q, qv, k, v = rand(4, HQ, D, seed=1), rand(4, HQ, DV, seed=2), rand(2, 2, HK, D, seed=3), rand(2, 2, HK, DV, seed=4)
+    caches = [(rand(n, 16, HK, D, seed=5), rand(n, 16, HK, DV, seed=6)) for n in (2, 3)]
+    caches[1][0][:2], caches[1][1][:2] = caches[0]
+    results = [
+        ours.flash_attn_with_kvcache(
+            q, *cache, k, v, qv=qv, cache_seqlens=ints(3, 5), cu_seqlens_q=ints(0, 2, 4), causal=True
+        )
+        for cache in caches
+    ]
+    torch.testing.assert_close(*results)
+    for few, more in zip(*caches, strict=True):
+        assert torch.equal(few, more[:2])

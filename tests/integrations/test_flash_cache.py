@@ -248,3 +248,25 @@ def test_pages_break_a_graph_and_fullgraph_says_why() -> None:
 def test_arguments_that_cannot_be_looked_at_in_a_graph() -> None:
     assert flash_arguments.looked_at(torch.zeros(1))
     assert not flash_arguments.looked_at(torch.zeros(1), torch.zeros(1, device="meta"))
+
+
+def test_tables_of_float64_rotate_in_float64() -> None:
+    q, k, v = (rand(1, 1, 2, 8, seed=n).double() for n in range(3))
+    k_cache, v_cache = (torch.zeros(1, 16, 2, 8, dtype=torch.float64) for _ in range(2))
+    angles = rand(16, 4, seed=3).double()
+    tables = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **tables, cache_seqlens=3, causal=True)
+    turned = torch.view_as_complex(k[0, 0].unflatten(-1, (4, 2))) * torch.polar(torch.ones_like(angles[3]), angles[3])
+    torch.testing.assert_close(k_cache[0, 3], torch.view_as_real(turned).flatten(-2), rtol=0, atol=1e-14)
+
+
+def test_caches_whose_tokens_share_places() -> None:
+    q, k, v = (rand(2, 1, 1, 8, seed=n) for n in range(3))
+    one, own = torch.zeros(1, 10, 1, 8), torch.zeros(2, 10, 1, 8)
+    with pytest.raises(ValueError, match="v_cache is expanded"):
+        flash_attn_with_kvcache(q, own, one.expand(2, -1, -1, -1), k, v, cache_seqlens=0)
+    with pytest.raises(ValueError, match="k_cache and v_cache share their memory"):
+        flash_attn_with_kvcache(q, own, own, k, v, cache_seqlens=0)
+    assert not own.any()
+    flash_attn_with_kvcache(q, own, own, k, k, cache_seqlens=0)
+    assert torch.equal(own[:, :1], k)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -93,3 +95,9 @@ def test_functions_of_tables_are_called_with_scalars() -> None:
         want = create_mask(mod, B, H, T, T, device="cpu").numpy()
         found = from_block_mask(made).evaluate(B, H, T, T)
         np.testing.assert_array_equal(np.broadcast_to(found, want.shape), want, err_msg=name)
+
+
+@pytest.mark.parametrize("block", [(16, 32), 0, 16.0])
+def test_blocks_that_have_no_size(block) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(f"block is {block}; expected ")):
+        to_block_mask(masks.causal(), 1, 1, 64, 64, block=block)

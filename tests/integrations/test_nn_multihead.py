@@ -223,3 +223,11 @@ def test_refused(shape, settings, options, error, words) -> None:
 def test_torch_is_imported_with_the_first_module() -> None:
     code = "import sys, saccade; saccade.nn; assert 'torch' not in sys.modules; saccade.nn.Attention(8, 2)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_features_and_flags() -> None:
+    module, x = MultiheadAttention(E, H, kdim=12), torch.zeros(TQ, B, E)
+    with pytest.raises(ValueError, match=r"query, key, value have \[16, 16, 16\] features; expected \[16, 12, 16\]"):
+        module(x, x, x)
+    with pytest.raises(TypeError, match="is_causal is 'no'; expected True or False"):
+        module(x, x[..., :12], x, is_causal="no")

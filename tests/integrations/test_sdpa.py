@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as theirs
 
+import saccade
 from saccade.integrations.sdpa import scaled_dot_product_attention as ours
 
 SHAPES = {
@@ -153,3 +155,22 @@ def test_dropout_keeps_the_mean() -> None:
 def test_refused(shapes, options, words) -> None:
     with pytest.raises(ValueError, match=words):
         ours(*made(shapes), **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        (
+            "attn_mask",
+            saccade.mask.causal(),
+            r"attn_mask is the expression causal\(\); it belongs to",
+        ),
+        ("attn_mask", [[True]], "attn_mask is list; expected a torch tensor"),
+        ("value", None, "value is NoneType; expected a torch tensor"),
+        ("query", np.zeros((1, 1, 2, 4)), "query is ndarray; expected a torch tensor"),
+    ],
+)
+def test_arguments_that_are_no_tensors(name: str, wrong: object, message: str) -> None:
+    x = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(TypeError, match=message):
+        ours(**{"query": x, "key": x, "value": x, name: wrong})

@@ -238,3 +238,14 @@ def test_lengths_for_flash_attention_need_packed_positions() -> None:
     for changed in ({"position_ids": None}, {"use_cache": True}):
         with pytest.raises(Unsupported, match="cu_seq_lens_q is given and the mask has no packed sequences"):
             model(**{**batch, "use_cache": False, **changed})
+
+
+def test_chunks_are_no_packed_sequences() -> None:
+    config = hf.Llama4TextConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=32, intermediate_size_mlp=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, attention_chunk_size=6, num_local_experts=2,
+        num_experts_per_tok=1, pad_token_id=0, layer_types=["chunked_attention"] * 2, no_rope_layers=[1, 1],
+    )  # fmt: skip
+    model, cu = alone(hf.Llama4ForCausalLM, config), torch.tensor([0, 4, 12], dtype=torch.int32)
+    with pytest.raises(Unsupported, match="cu_seq_lens_q is given and the mask has no packed sequences"):
+        model(torch.arange(3, 15)[None], cu_seq_lens_q=cu, cu_seq_lens_k=cu, use_cache=False)

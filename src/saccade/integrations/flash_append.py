@@ -56,7 +56,8 @@ def attend_cache(call: CacheArguments) -> tuple[Tensor, Tensor]:
             append(call, at, new._replace(k=k))
         k_cache, v_cache = call.k_cache, call.v_cache
         if call.qv is not None:
-            q, k_cache = joined(q, k_cache[:B], v_cache[:B], call.qv)
+            v_cache = v_cache[:B]
+            q, k_cache = joined(q, k_cache[:B], v_cache, call.qv)
         o, lse = _attend(call, q, at.cache(k_cache, v_cache, call.cu_q is not None), mask(q.shape[1]))
     return o, lse.mT
 
@@ -148,6 +149,11 @@ def _new_tokens(call: CacheArguments, B: int) -> NewTokens:
         if (x.dtype, x.device, x.layout) != (cache.dtype, cache.device, cache.layout):
             kinds = [f"{y.dtype} on {y.device}" for y in (x, cache)]
             raise TypeError(f"{name} is {kinds[0]}; expected {kinds[1]}, like {name}_cache")
+        if any(n > 1 and step == 0 for n, step in zip(cache.shape, cache.stride(), strict=True)):
+            raise ValueError(f"{name}_cache is expanded: several tokens share one place; expected a place for each")
+    same = not torch.compiler.is_compiling() and call.k_cache.data_ptr() == call.v_cache.data_ptr()
+    if same and call.k_cache.shape == call.v_cache.shape and k.data_ptr() != v.data_ptr():
+        raise ValueError("k_cache and v_cache share their memory; expected an array for each")
     if cu is None:
         return NewTokens(k, v, k.shape[1])
     bounds = torch.as_tensor(bounds_of("k", "cu_seqlens_k_new", cu, B, len(k)))

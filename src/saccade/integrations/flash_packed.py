@@ -69,7 +69,7 @@ def packed(at: Sequences) -> bool:
 def attend(q: Tensor, k: Tensor, v: Tensor, at: Sequences, scores: Scores) -> tuple[Tensor, Tensor]:
     """(o, lse): lse is [B, Hq, Sq] for q [B, Sq, Hq, D], and [Hq, total] for packed q [total, Hq, D].
 
-    Rows that are not in use have o = 0 and lse = -inf.
+    Rows that are not in use have o = 0 and lse = -inf, or the sink of their head.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)

@@ -232,6 +232,7 @@ def rotated_both(call: CacheArguments, at: Entries, new: NewTokens) -> tuple[Ten
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
     # x [B, T, H, D] with its first 2 · cos.shape[1] elements rotated by rows `positions` [B, T] of the tables
-    cos, sin = (table[positions][:, :, None].float() for table in (cos, sin))
+    wide = torch.float64 if x.dtype is torch.float64 else torch.float32
+    cos, sin = (table[positions][:, :, None].to(wide) for table in (cos, sin))
     n = 2 * cos.shape[-1]
-    return torch.cat([rotated(x[..., :n].float(), cos, sin, interleaved).to(x.dtype), x[..., n:]], -1)
+    return torch.cat([rotated(x[..., :n].to(wide), cos, sin, interleaved).to(x.dtype), x[..., n:]], -1)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn.attention.flex_attention import BlockMask
 
+from ..caches.storage import at_least
 from ..errors import Unsupported
 from ..mask import Mask, dense, per_head, tiles
 from ..mask import forms as f
@@ -65,6 +66,7 @@ def to_block_mask(mask: Mask, B: int, Hq: int, Tq: int, Tk: int, *, device: Any 
 
     Raises:
         Unsupported: the mask has strides, whose tiles are not neighbouring keys.
+        TypeError, ValueError: block is not an integer of at least 1.
 
     Examples:
         >>> from saccade.integrations.flex import to_block_mask
@@ -72,6 +74,7 @@ def to_block_mask(mask: Mask, B: int, Hq: int, Tq: int, Tk: int, *, device: Any 
         >>> block_mask.sparsity()  # percent
         43.75
     """
+    at_least("block", block, 1)
     limits = Limits("flex", block, block, quantum=block)
     plan = make_plan(Problem(B, Tq, Tk, Hq, Hq, 64, 64, mask=mask), limits)
     part: Any = plan.parts[0]

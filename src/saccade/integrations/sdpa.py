@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from ..api import attention
 from ..errors import Unsupported
 from ..mask import Mask, causal, dense
 from ..operands import number
+from .flash_arguments import check_tensor
 
 
 def scaled_dot_product_attention(
@@ -54,7 +56,7 @@ def scaled_dot_product_attention(
         >>> query = key = value = torch.randn(2, 8, 1024, 64)  # heads before tokens
         >>> o = scaled_dot_product_attention(query, key, value, is_causal=True)
     """
-    _check_kind(query, key, value)
+    _check_kind(query, key, value, attn_mask)
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask is given with is_causal=True; expected one of them")
     if min(query.dim(), key.dim(), value.dim()) < 3:
@@ -98,7 +100,14 @@ def scaled_dot_product_attention(
     return o.squeeze(-3) if lone else o
 
 
-def _check_kind(*arrays: Tensor) -> None:
+def _check_kind(query: Any, key: Any, value: Any, attn_mask: Any) -> None:
+    arrays = query, key, value
+    for name, x in zip(("query", "key", "value"), arrays, strict=True):
+        check_tensor(name, x)
+    if isinstance(attn_mask, Mask):
+        raise TypeError(f"attn_mask is the expression {attn_mask}; it belongs to saccade.attention(q, k, v, mask)")
+    if attn_mask is not None:
+        check_tensor("attn_mask", attn_mask)
     if any(x.is_nested for x in arrays):
         reason = "nested tensors have no common length: pack them and call saccade.attention with mask.documents"
         raise Unsupported("torch", [reason])

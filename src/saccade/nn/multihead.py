@@ -13,6 +13,7 @@ from torch.nn import functional
 from .. import api
 from ..errors import Unsupported
 from ..mask import Mask, causal, dense, documents, keys
+from ..operands import check_flag
 from ..problem import check_kind
 
 # weights are computed for this many keys at a time
@@ -89,6 +90,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if query.dim() not in (2, 3) or not query.dim() == key.dim() == value.dim():
             shapes = [list(x.shape) for x in (query, key, value)]
             raise ValueError(f"query, key, value have shapes {shapes}; expected all [T, B, E], or all [T, E]")
+        check_flag("is_causal", is_causal)
+        sizes = [x.shape[-1] for x in (query, key, value)]
+        if sizes != (expected := [self.embed_dim, self.kdim, self.vdim]):
+            raise ValueError(f"query, key, value have {sizes} features; expected {expected}")
         lone = query.dim() == 2
         if lone:
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]

@@ -17,7 +17,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 
 from ...api import attention
 from ...mask import Mask, causal, dense, keys
-from ...mask.algebra import contains
 from .described import INSTEAD, NAME, Described, described, refuse
 from .functions import Place, read, require
 from .routing import routed, watch
@@ -82,7 +81,7 @@ def attend(
     elif isinstance(mask, Tensor):
         mask, bias = _of_tensor(mask, q.shape[1], k.shape[1], bias)
     if cu_seq_lens_q is not None:
-        _check_packed(cu_seq_lens_q, mask)
+        _check_packed(cu_seq_lens_q, attention_mask)
     o = attention(q, k, v, mask, scale=scaling, softcap=softcap, sinks=s_aux, bias=bias, dropout=dropout)
     return o.contiguous(), None
 
@@ -112,11 +111,12 @@ def mask_of(
 
 
 def _at(at: Place, mask_function: Function, attention_mask: Tensor | None) -> Described:
-    mask = read(mask_function, at)
+    allowed = read(mask_function, at)
+    mask = allowed.mask
     if attention_mask is not None:
         real = _padding(attention_mask[:, at.kv_offset : at.kv_offset + at.Tk].bool(), at.Tk)
         mask = mask if real is None else real if mask.kind == "full" else mask & real
-    return described(mask, at, lambda place: _at(place, mask_function, attention_mask))
+    return described(mask, at, lambda place: _at(place, mask_function, attention_mask), allowed.packed)
 
 
 def _check_sizes(mask: Described, q: Tensor, k: Tensor) -> None:
@@ -128,7 +128,7 @@ def _check_sizes(mask: Described, q: Tensor, k: Tensor) -> None:
 
 def _check_packed(cu_seq_lens: Tensor, mask: Any) -> None:
     # position_ids that restart have the same meaning, and are in the mask
-    if cu_seq_lens.numel() > 2 and not (isinstance(mask, Mask) and contains(mask, "documents")):
+    if cu_seq_lens.numel() > 2 and not (isinstance(mask, Described) and mask.packed):
         reason = (
             "cu_seq_lens_q is given and the mask has no packed sequences: pass position_ids that start at 0 in each"
         )

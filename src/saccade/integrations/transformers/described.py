@@ -58,11 +58,13 @@ class Described(Tensor):
         mask: the expression.
         place: the positions of its rows and columns.
         remake: a function from another place to the same mask there.
+        packed: whether the mask keeps packed sequences apart.
     """
 
     mask: Mask
     place: Place
     remake: Callable[[Place], Described]
+    packed: bool
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -82,7 +84,7 @@ class Described(Tensor):
         return f"Described({self.mask}, {list(self.shape)})"
 
 
-def described(mask: Mask, place: Place, remake: Callable[[Place], Described]) -> Described:
+def described(mask: Mask, place: Place, remake: Callable[[Place], Described], packed: bool) -> Described:
     """The tensor [B, 1, Tq, Tk] at this place that contains the expression `mask`."""
     shape = place.B, 1, place.Tq, place.Tk
     # under torch.export, which runs the model on fake tensors, this must be a real one: a fake one cannot have a type
@@ -91,7 +93,7 @@ def described(mask: Mask, place: Place, remake: Callable[[Place], Described]) ->
         # a floating dtype, as in eager masks, because models call `torch.finfo` of it
         tensor: Any = torch.empty_strided(shape, (0, 0, 0, 0), dtype=torch.float32, device=place.device)
         tensor = tensor.as_subclass(Described)
-    tensor.mask, tensor.place, tensor.remake = mask, place, remake
+    tensor.mask, tensor.place, tensor.remake, tensor.packed = mask, place, remake, packed
     return tensor
 
 
@@ -108,7 +110,8 @@ def _moved(name: str, mask: Described, *args: Any, **kwargs: Any) -> Described:
         if isinstance(x, (torch.dtype, Tensor)):
             refuse(f"the model casts its mask, but Saccade's mask is not an array: {INSTEAD}")
     there = mask.mask.map_arrays(lambda x: x.to(device) if isinstance(x, Tensor) else x)
-    return described(there, mask.place._replace(device=device), lambda place: _moved("to", mask.remake(place), device))
+    place, remake = mask.place._replace(device=device), lambda place: _moved("to", mask.remake(place), device)
+    return described(there, place, remake, mask.packed)
 
 
 def _part(mask: Described, index: Any) -> Described:

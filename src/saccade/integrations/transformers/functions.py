@@ -21,8 +21,8 @@ from .described import INSTEAD, Place, refuse
 Function = Callable[..., Any]
 
 
-def read(function: Function, at: Place) -> Mask:
-    """The mask that `function` describes. Raises Unsupported if it uses operations that symbols do not define."""
+def read(function: Function, at: Place) -> Allowed:
+    """The pairs that `function` describes. Raises Unsupported if it uses operations that symbols do not define."""
     try:
         with _Lookups():
             result = function(Entry(), Entry(), Position("query", at), Position("key", at))
@@ -32,7 +32,7 @@ def read(function: Function, at: Place) -> Mask:
         _refuse(function, f"gives {type(result).__name__}")
     if result.runs is not None:
         _refuse(function, "compares position_ids outside packed sequences")
-    return result.mask
+    return result
 
 
 def _refuse(function: Function, why: str) -> NoReturn:
@@ -90,10 +90,10 @@ class PerEntry(_Symbol):
 
 
 class Numbers(_Symbol):
-    """One number per query or per key: values [B, T]."""
+    """One number per query or per key: values [B, T]. packed: whether they are the numbers of packed sequences."""
 
-    def __init__(self, axis: str, values: Tensor) -> None:
-        self.axis, self.values = axis, values
+    def __init__(self, axis: str, values: Tensor, packed: bool = False) -> None:
+        self.axis, self.values, self.packed = axis, values, packed
 
     def __floordiv__(self, size: int) -> Numbers:
         return Numbers(self.axis, self.values.div(size, rounding_mode="floor"))
@@ -117,7 +117,8 @@ class Position(_Symbol):
     def numbers(self) -> Numbers:
         """The positions as values [B, T]."""
         here = self.at.positions(self.axis)
-        return Numbers(self.axis, (here[None] if self.table is None else self.table[:, here]) + self.shift)
+        values = here[None] if self.table is None else self.table[:, here]
+        return Numbers(self.axis, values + self.shift, self.table is not None)
 
     def new_ones(self, *_: Any, **__: Any) -> Allowed:
         """True, the value with which transformers starts to combine functions by `and`."""
@@ -197,10 +198,11 @@ class Allowed(_Symbol):
         mask: the pairs.
         runs: position_ids [B, T] if the test compares them: the mask is correct inside runs in which they rise by 1.
         ids: [B, T] if the test is that the ids of query and key are equal.
+        packed: whether no pair is of two packed sequences.
     """
 
-    def __init__(self, mask: Mask, runs: Tensor | None = None, ids: Tensor | None = None) -> None:
-        self.mask, self.runs, self.ids = mask, runs, ids
+    def __init__(self, mask: Mask, runs: Tensor | None = None, ids: Tensor | None = None, packed: bool = False) -> None:
+        self.mask, self.runs, self.ids, self.packed = mask, runs, ids, packed
 
     @property
     def device(self) -> None:
@@ -217,11 +219,11 @@ class Allowed(_Symbol):
             whole = (runs.diff(dim=1) == 1) | (ids.diff(dim=1) != 0)
             require(whole.all(), "position_ids jump inside a packed sequence: start each at 0, and count by 1")
             runs = None
-        return Allowed(_and(self.mask, other.mask), runs, ids)
+        return Allowed(_and(self.mask, other.mask), runs, ids, self.packed or other.packed)
 
     def __or__(self, other: Allowed) -> Allowed:
         runs = self.runs if other.runs is None else other.runs
-        return Allowed(_or(self.mask, other.mask), runs)
+        return Allowed(_or(self.mask, other.mask), runs, None, self.packed and other.packed)
 
 
 def _and(a: Mask, b: Mask) -> Mask:
@@ -261,4 +263,4 @@ def _same(a: Numbers, b: Any) -> Allowed:
     of_q, of_k = (x.values.to(torch.int32) for x in (q, k))
     for ids in (of_q, of_k):
         require((ids.diff(dim=1) >= 0).all(), f"sequences or chunks whose ids decrease: {INSTEAD}")
-    return Allowed(documents(of_q, of_k), None, of_k)
+    return Allowed(documents(of_q, of_k), None, of_k, q.packed and k.packed)
