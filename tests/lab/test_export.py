@@ -146,6 +146,8 @@ def test_other_files_are_not_overwritten(tmp_path: Path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, [path.name for path in tmp_path.iterdir()]) == (2, ["thesis.txt"])
     assert "has other files" in done.stderr
+    done = subprocess.run([*command, "--port", "9"], capture_output=True, text=True, check=False)
+    assert "--port or --no-browser is given with --export" in done.stderr
     # an exported lab is replaced
     lab = tmp_path / "lab"
     export.export(lab, states=())

@@ -22,6 +22,7 @@ from saccade.models.gpt2 import Gpt2, Gpt2Config  # noqa: E402
 from saccade.models.hybrid import Hybrid  # noqa: E402
 from saccade.models.hybrid_config import HybridConfig, jamba  # noqa: E402
 from saccade.models.llama import Llama, LlamaConfig  # noqa: E402
+from saccade.models.loading import load_model  # noqa: E402
 from saccade.models.tokens import Bytes  # noqa: E402
 from saccade.models.weights import save_weights  # noqa: E402
 
@@ -193,6 +194,20 @@ def test_weights_that_are_no_numbers_are_named(kind: str, models: dict[str, Path
     tensors[name] = tensors[name].to(torch.int32)
     save_weights(model / "model.safetensors", tensors)
     refused(model, f"{name} does not hold numbers of F64, F32, F16, BF16")
+
+
+def test_a_tensor_in_two_files_is_that_of_the_index(models: dict[str, Path], tmp_path: Path) -> None:
+    model = copied(models["llama"], tmp_path)
+    tensors = read(model)
+    name = sorted(tensors)[3]
+    (model / "model.safetensors").rename(model / "a.safetensors")
+    save_weights(model / "b.safetensors", {name: tensors[name] + 1})
+    listed = {**dict.fromkeys(tensors, "a.safetensors"), "other": "b.safetensors"}
+    for file, moved in (("a.safetensors", 0), ("b.safetensors", 1)):
+        index = {"weight_map": {**listed, name: file}}
+        (model / "model.safetensors.index.json").write_text(json.dumps(index))
+        found = load_model(model).state_dict()
+        assert torch.equal(found[name], tensors[name] + moved)
 
 
 @pytest.mark.parametrize("temperature", ["0", "0.7"])

@@ -24,7 +24,7 @@ GIVEN = {
     "tokenizer": "bytes", "steps": 6, "checkpoint_every": 2, "validation_rows": 1,
 }  # fmt: skip
 # at least as many as the file operations of a checkpoint with its step's log, and of the beginning of a run
-CHECKPOINT, BEGIN, MOMENTS = 26, 60, 30
+CHECKPOINT, BEGIN, MOMENTS = 26, 64, 30
 
 Ask = Callable[..., dict[str, Any]]
 

@@ -113,3 +113,62 @@ def test_too_little_memory_is_one_line(error: Exception, words: str, tmp_path: P
         assert len(done.stderr.strip().splitlines()) == 1
     else:
         assert done.exception is error
+
+
+def short(out: Path, **options: Any) -> Any:
+    from saccade.models.training import Trainer
+
+    sizes = {"layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "context": 32, "batch": 1}
+    own = {} if options.get("resume") else {"text": (argparse.__file__,), **sizes, "tokenizer": "bytes", "steps": 4}
+    return Trainer(out, own, **options)
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
+    running = short(tmp_path).run()
+    next(running)
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for options in ({"resume": True}, {"overwrite": True}):
+        with pytest.raises(ValueError, match=r"a run is being trained in .*; wait until it ends, or stop it"):
+            short(tmp_path, **options)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
+    assert [step.step for step in running] == [2, 3, 4]
+    assert short(tmp_path, resume=True).progress.step == 4
+
+
+def test_a_run_that_cannot_begin_keeps_the_old_one(finished: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(finished, tmp_path / "run")
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(ValueError, match="nope"):
+        short(folder, overwrite=True, backend="nope")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
+
+
+def test_end_tokens_of_an_earlier_model_go(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 65}')
+    assert "already holds generation_config.json" in saccade("train", "--out", tmp_path, *SHORT, status=2).stderr
+    saccade("train", "--out", tmp_path, *SHORT, "--overwrite")
+    assert not (tmp_path / "generation_config.json").exists()
+
+
+def test_names_that_are_not_utf8(finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "caf\udce9"
+    try:
+        shutil.copytree(finished, folder)
+    except OSError:
+        pytest.skip("this file system has names of UTF-8 only")
+    told = "is not UTF-8, and safetensors opens no such file; rename the folder"
+    with pytest.raises(ValueError, match=told):
+        short(folder, resume=True)
+    from saccade.models.loading import load_model
+
+    with pytest.raises(ValueError, match=told):
+        load_model(folder)
+
+
+def test_text_and_tokens_are_not_both_given(tmp_path: Path) -> None:
+    from saccade.models.training import Trainer
+
+    with pytest.raises(ValueError, match=r"text .* and data .* are given; give one of them"):
+        Trainer(tmp_path, {"text": (argparse.__file__,), "data": "tokens"})
+    with pytest.raises(ValueError, match=r"text is 'a\.txt'; expected a tuple of paths"):
+        Trainer(tmp_path, {"text": "a.txt"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -16,6 +17,13 @@ from saccade.models.sampling import Sampler, generate  # noqa: E402
 
 from .small_llama import VOCABULARY, small  # noqa: E402
 from .test_replay import tried_first  # noqa: E402
+
+
+def test_seeds_may_be_numbers_of_numpy() -> None:
+    model = small()
+    for call in (serve, generate):
+        texts = [list(call(model, [[1, 2]], 4, Sampler(1.0), seed=seed)) for seed in (3, np.int64(3))]
+        assert texts[0] == texts[1]
 
 
 def test_seeds_share_no_texts() -> None:

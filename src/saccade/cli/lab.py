@@ -9,9 +9,11 @@ import typer
 
 from . import show
 
+PORT = 8642
+
 
 def lab(
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 for any that is free.")] = 8642,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 for any that is free.")] = PORT,
     browser: Annotated[bool, typer.Option(help="Open the page in the browser.")] = True,
     model: Annotated[
         Path | None, typer.Option(help="Folder of a run or checkpoint whose attention maps to show.")
@@ -27,6 +29,8 @@ def lab(
     device. Caches: bytes of keys and values. Your GPU: the kernels, run in the browser and checked against float64.
     """
     if export is not None:
+        if port != PORT or not browser:
+            show.fail("--port or --no-browser is given with --export, which serves nothing; leave one of them out")
         write(export, model)
         return
     try:

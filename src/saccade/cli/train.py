@@ -148,7 +148,7 @@ def run(out: Path, settings: dict[str, Any], again: str, pictures: str, *, as_js
 
 def refuse_pictures(again: str, out: Path) -> None:
     """Raise ValueError if a new run would replace pictures that belong to no run."""
-    from saccade.models.training import FILES
+    from saccade.models.folders import FILES
 
     names = [path.name for path in pictures_of(out)]
     if names and not again and not any((out / name).exists() for name in FILES):

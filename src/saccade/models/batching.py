@@ -210,7 +210,7 @@ def _replay(steps: PagedSteps, running: Sequence[_Running], prefixes: PrefixCach
 
 def _seed_of(seed: int, number: int) -> int:
     # a sum would give the texts of one seed to the next prompts of another
-    return int(np.random.SeedSequence([seed % 2**64, number]).generate_state(1, np.uint64)[0])
+    return int(np.random.SeedSequence([int(seed) % 2**64, number]).generate_state(1, np.uint64)[0])
 
 
 def _check_rows(model: Decoder, rows: int | None, batch: int, draft: object) -> None:

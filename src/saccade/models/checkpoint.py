@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .files import check_seal, seal, write_atomic
+from .files import check_readable, check_seal, seal, write_atomic
 
 GENERATOR = "generator.torch"
 REMEDY = "restore it from a copy, or start again with --overwrite"
@@ -44,6 +44,7 @@ def read_state(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"no checkpoint at {path}")
+    check_readable(path)
     check_seal(path, REMEDY, required=True)
     try:
         with safe_open(path, framework="pt") as file:

@@ -42,6 +42,15 @@ def naming(path: Path) -> Generator[None]:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from None
 
 
+def check_readable(path: Path) -> None:
+    """Raises ValueError for a name that is not UTF-8, because safetensors cannot open such a file."""
+    try:
+        str(path.absolute()).encode()
+    except UnicodeEncodeError:
+        name = os.fsencode(path.absolute())
+        raise ValueError(f"{name!r} is not UTF-8, and safetensors opens no such file; rename the folder") from None
+
+
 def write_atomic(path: str | Path, data: bytes) -> None:
     """Write data at path; at every moment, and after a crash, path has either the old or the new content.
 

@@ -35,9 +35,11 @@ def load_model(
 ) -> Llama | Gpt2 | Hybrid:
     """The model of a folder with config.json and safetensors, in `dtype` on a device.
 
-    Raises FileNotFoundError without those files, and ValueError for an unsupported architecture, config or tensor, for
-    pickled weights, and for numbers that float16 does not hold.
+    Raises FileNotFoundError without those files, TypeError unless dtype is one of torch, and ValueError for an
+    unsupported architecture, config or tensor, for pickled weights, and for numbers that float16 does not hold.
     """
+    if not isinstance(dtype, torch.dtype):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"dtype is {dtype!r}; expected a dtype of torch, such as torch.bfloat16")
     kind = read_config(Path(directory)).get("model_type", "llama")
     if kind not in KINDS:
         raise ValueError(f"config.json says model_type={kind!r}; expected one of {', '.join(KINDS)}")

@@ -133,7 +133,7 @@ def generate(
     if not tokens or not len(prompts):
         return
     model.eval()
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(int(seed))
     caches, steps, room = None, None, capacity + room
     if keep is draft is None:
         caches, steps = caches_of(model, len(prompts), room, sampler, quantised, backend)

@@ -105,6 +105,8 @@ class Settings:
 def located(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The same settings with absolute paths."""
     paths: dict[str, Any] = {}
+    if isinstance(settings.get("text"), str | Path):
+        raise ValueError(f"text is {str(settings['text'])!r}; expected a tuple of paths")
     if "text" in settings:
         paths["text"] = tuple(str(Path(path).resolve()) for path in settings["text"])
     if settings.get("data"):
@@ -123,6 +125,8 @@ def check_settings(values: Mapping[str, Any], spelled: Callable[[str], str] = st
     def spelled_out(*names: str) -> list[str]:
         return [f"{spelled(name)} {known[name]}" for name in names]
 
+    if known["text"] and known["data"]:
+        raise ValueError(f"{' and '.join(spelled_out('text', 'data'))} are given; give one of them")
     if known["steps"] is not None and known["minutes"] is not None:
         raise ValueError(f"{' and '.join(spelled_out('steps', 'minutes'))} are given; give one of them")
     if known["dtype"] not in DTYPES:

@@ -14,6 +14,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -21,9 +22,10 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import encode_checkpoint, load_checkpoint, read_state, remove_folders
+from .checkpoint import encode_checkpoint, load_checkpoint, read_state
 from .data import Batch
-from .files import naming, temporary, write_atomic, write_together
+from .files import check_readable, naming, write_atomic, write_together
+from .folders import CONFIG, claimed, contents, remove_run, remove_temporaries
 from .loading import device_of
 from .losses import LOSSES, TrainingStep, finite, logged_to
 from .objective import Objective, make_optimizer, set_up
@@ -31,14 +33,10 @@ from .progress import CHECKPOINT, RANKS, Progress, read_progress
 from .settings import MEASURED, Settings, agreed, located
 from .speed import Meter
 from .texts import Text, load_text
-from .tokens import FORMAT, TOKENIZER, Tokenizer, load_tokenizer, save_tokenizer
+from .tokens import TOKENIZER, Tokenizer, load_tokenizer, save_tokenizer
 from .transfers import later
 from .variants import make_model
-from .weights import SHARDS, WEIGHTS, encode_weights, remove_shards
-
-CONFIG = "config.json"
-# a folder with any of these holds a run or a model, which only --overwrite replaces
-FILES = (CHECKPOINT, RANKS, WEIGHTS, SHARDS, CONFIG, TOKENIZER, FORMAT, LOSSES)
+from .weights import WEIGHTS, encode_weights
 
 
 class Trainer:
@@ -70,6 +68,7 @@ class Trainer:
         few words before each part of the preparation that takes seconds.
         """
         self.out, self.backend, self.stopping = Path(out), backend, False
+        check_readable(self.out)
         self.device = self._device(device)
         # the usual time of a step, once MEASURED steps have been timed
         self.step_seconds: float | None = None
@@ -94,12 +93,19 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, self.settings)
         # the batch and the loss of the next step, if its forward has begun
         self._ahead: tuple[Batch, Tensor] | None = None
-        if self.resumed:
-            self._restore()
-        else:
-            if self.main:
-                self._begin()
-            self._save()
+        with self._claimed():
+            if self.resumed:
+                self._restore()
+            else:
+                if overwrite:
+                    # what cannot be computed fails before the old run is removed
+                    self.validate()
+                if self.main:
+                    self._begin()
+                self._save()
+
+    def _claimed(self) -> AbstractContextManager[None]:
+        return claimed(self.out) if self.main else nullcontext()
 
     def _resumable(self, *, resume: bool, overwrite: bool) -> Progress | None:
         """The progress of the run to resume, None for a new run."""
@@ -121,9 +127,7 @@ class Trainer:
                     "the folder of the run with --out"
                 )
             return self._stored()
-        files = [name for name in FILES if (self.out / name).exists()]
-        files += sorted(path.name for path in self.out.glob("checkpoint-*"))
-        if files:
+        if files := contents(self.out):
             raise ValueError(
                 f"{self.out} already holds {' and '.join(files[:2])}; continue that run with --resume, replace it with "
                 "--overwrite, or choose another folder with --out"
@@ -144,12 +148,7 @@ class Trainer:
         self.model.to(self.device)
 
     def _begin(self) -> None:
-        self.out.mkdir(parents=True, exist_ok=True)
-        # the old run's checkpoint first: without it, the other files are not a run that can be resumed
-        for name in (CHECKPOINT, RANKS, WEIGHTS, FORMAT):
-            (self.out / name).unlink(missing_ok=True)
-        remove_shards(self.out)
-        remove_folders(self.out)
+        remove_run(self.out)
         save_tokenizer(self.tokenizer, self.out, self.settings.context)
         write_atomic(self.out / CONFIG, json.dumps(self.model.config.to_dict(), indent=2).encode())
         write_atomic(self.out / LOSSES, b"")
@@ -170,7 +169,7 @@ class Trainer:
         progress, settings = self.progress, self.settings
         before, times = progress.seconds, list[float]()
         began, path = time.perf_counter(), self.out / LOSSES
-        with open(path if self.main else os.devnull, "a", encoding="utf-8") as log:
+        with self._claimed(), open(path if self.main else os.devnull, "a", encoding="utf-8") as log:
             while progress.total is None or progress.step < progress.total:
                 started = time.perf_counter()
                 loss, norm, lr = self._step()
@@ -293,7 +292,6 @@ class Trainer:
             )
         log = "".join(json.dumps(line) + "\n" for line in logged_to(self.out, self.progress.step))
         if self.main:
-            for name in FILES:
-                temporary(self.out / name).unlink(missing_ok=True)
+            remove_temporaries(self.out)
             write_atomic(self.out / LOSSES, log.encode())
         self._complete()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .fields import CONFIG, ROPE, check_fields
-from .files import check_seal, read_object, seal, write_atomic
+from .files import check_readable, check_seal, read_object, seal, write_atomic
 
 Tensors = dict[str, Tensor]
 Built = TypeVar("Built", bound=nn.Module)
@@ -65,8 +65,8 @@ def read_config(directory: Path) -> dict[str, Any]:
     return values
 
 
-def named_shards(directory: Path) -> list[str]:
-    """The files that `model.safetensors.index.json` names. Raises ValueError for a malformed index."""
+def shards_of(directory: Path) -> dict[str, str]:
+    """The file of each tensor, by `model.safetensors.index.json`. Raises ValueError for a malformed index."""
     index = directory / SHARDS
     listed = read_object(index).get("weight_map")
     if not isinstance(listed, dict) or not listed:
@@ -74,7 +74,7 @@ def named_shards(directory: Path) -> list[str]:
     for name in listed.values():
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
             raise ValueError(f"{index} names {str(name)[:60]!r}; expected names of files in its folder")
-    return sorted(set(listed.values()))
+    return listed
 
 
 def remove_shards(directory: Path) -> None:
@@ -82,7 +82,7 @@ def remove_shards(directory: Path) -> None:
     index = directory / SHARDS
     if index.exists():
         with suppress(ValueError):
-            for name in named_shards(directory):
+            for name in set(shards_of(directory).values()):
                 if name.endswith(".safetensors"):
                     (directory / name).unlink(missing_ok=True)
         index.unlink()
@@ -93,12 +93,13 @@ def weight_files(directory: Path) -> list[Path]:
 
     Raises FileNotFoundError without them, ValueError for a malformed index, and if there are only pickled weights.
     """
-    names = named_shards(directory) if (directory / SHARDS).exists() else [WEIGHTS]
+    names = sorted(set(shards_of(directory).values())) if (directory / SHARDS).exists() else [WEIGHTS]
     if names == [WEIGHTS] and not (directory / WEIGHTS).exists() and list(directory.glob("*.bin")):
         raise ValueError(f"{directory} contains only pickled weights, which can run code: convert them to safetensors")
     for name in names:
         if not (directory / name).is_file():
             raise FileNotFoundError(f"no {name} in {directory}")
+        check_readable(directory / name)
     return [directory / name for name in names]
 
 
@@ -110,11 +111,13 @@ def read_header(directory: Path) -> Tensors:
     from safetensors import SafetensorError, safe_open
 
     tensors: Tensors = {}
+    owner = shards_of(directory) if (directory / SHARDS).exists() else {}
     for path in weight_files(directory):
         check_seal(path, AGAIN)
         try:
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118
+                # a tensor in several files is read from the one that the index names
+                for name in (name for name in file.keys() if owner.get(name, path.name) == path.name):  # noqa: SIM118
                     part = file.get_slice(name)
                     # other dtypes become int8, which `compare` refuses if the model has that tensor
                     dtype = DTYPES.get(part.get_dtype(), torch.int8)
@@ -133,9 +136,10 @@ def load_tensors(directory: Path) -> Tensors:
     from safetensors.torch import load_file
 
     tensors: Tensors = {}
+    owner = shards_of(directory) if (directory / SHARDS).exists() else {}
     for path in weight_files(directory):
         try:
-            loaded = load_file(path)
+            loaded = {name: x for name, x in load_file(path).items() if owner.get(name, path.name) == path.name}
         except SafetensorError as error:
             raise ValueError(f"{path} is truncated or not a safetensors file: {error}") from None
         for name, x in loaded.items():
