@@ -141,6 +141,8 @@ def test_explain_sizes_a_cache_and_draws(tmp_path: Path) -> None:
     data = call_json("explain", *words, "--model", "llama-2-70b", "--plot", str(picture))
     assert data["cache"]["batch_bytes"] == 80 * 1024**3
     assert data["cache"]["fits"] is False
+    wide = call_json("explain", *words, "--model", "llama-2-70b", "--dtype", "float32")["cache"]
+    assert (wide["dtype"], wide["batch_bytes"]) == ("float32", 160 * 1024**3)
     assert picture.read_text().startswith("<?xml")
 
 

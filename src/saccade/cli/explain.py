@@ -56,7 +56,7 @@ def explain(
         problem = describe(q, kv_heads, keys, v_dim, dtype, mask)
         machine = rates(device, problem)
         plan, kernels = planned(device, problem)
-        preset = cost.MODELS[model] if model else None
+        preset = replace(cost.MODELS[model], dtype=problem.dtype) if model else None
         shared = strategies(problem, ranks, layout, device)
     except KeyError:
         show.fail(f"--model is {model!r}; expected one of {', '.join(cost.MODELS)}")
@@ -204,6 +204,7 @@ def caches(model: cost.Model, tokens: int, batch: int, machine: cost.Device) -> 
         "batch_bytes": model.cache_bytes(tokens, batch),
         "read_seconds": one / machine.bandwidth,
         "fits": model.cache_bytes(tokens, batch) <= machine.memory if machine.memory else None,
+        "dtype": model.dtype,
         "mha_bytes": model.cache_bytes(tokens, kv_heads=model.heads),
         "mqa_bytes": model.cache_bytes(tokens, kv_heads=1),
     }
@@ -275,4 +276,4 @@ def _print_cache(c: dict[str, Any]) -> None:
         "a kv head per head": f"{cost.size(c['mha_bytes'])} per sequence",
         "one kv head": f"{cost.size(c['mqa_bytes'])} per sequence",
     }
-    show.pairs(f"KV cache of {c['model']}", rows)
+    show.pairs(f"KV cache of {c['model']} in {c['dtype']}", rows)
