@@ -174,7 +174,7 @@ def test_tables_fold_and_cite_what_readers_have() -> None:
 
 def test_devices_names_what_triton_kernels_have_not_run_on() -> None:
     text = call("devices")
-    assert "only compile      with Triton 3.7, 3.8" in text
+    assert re.search(r"only compile +with Triton 3\.7, 3\.8", text)
     assert "gfx942 (MI300X)" in text
 
 

@@ -77,9 +77,13 @@ def ran(code: str) -> str:
 def test_ctrl_c_ends_a_long_call_and_the_next_one_is_right(name: str) -> None:
     if "torch" in CALLS[name]:
         pytest.importorskip("torch")
-    seconds = float(ran(INTERRUPTED.format(setup=CALLS[name])))
-    print(f"{name}: {seconds:.3f} s")
-    assert seconds < SOON
+    # other programs only delay the end, and a call that Ctrl-C does not end is late each time
+    for _ in range(3):
+        seconds = float(ran(INTERRUPTED.format(setup=CALLS[name])))
+        print(f"{name}: {seconds:.3f} s")
+        if seconds < SOON:
+            return
+    pytest.fail(f"{name} ended {seconds:.3f} s after Ctrl-C")
 
 
 HANDLED = """
