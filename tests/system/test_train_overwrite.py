@@ -65,7 +65,7 @@ def test_no_weights_of_a_sharded_model_are_left(index: str, finished: Path, tmp_
         (out / other).write_text("{}")
     assert "--overwrite" in saccade("train", "--out", out, *SHORT, status=2).stderr
     saccade("train", "--out", out, *SHORT, "--overwrite")
-    assert weight_files(out) == [out / "model.safetensors"]
+    assert weight_files(out) == ([out / "model.safetensors"], {})
     assert (out / "model-1-of-1.safetensors").exists() == (index == "damaged")
     assert (out / "notes.txt").exists()
     # a tokenizer of bytes has no settings for transformers

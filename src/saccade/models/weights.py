@@ -88,19 +88,20 @@ def remove_shards(directory: Path) -> None:
         index.unlink()
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """`model.safetensors`, or the shards that `model.safetensors.index.json` names.
+def weight_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
+    """`model.safetensors`, or the shards that `model.safetensors.index.json` names, and the shard of each tensor.
 
     Raises FileNotFoundError without them, ValueError for a malformed index, and if there are only pickled weights.
     """
-    names = sorted(set(shards_of(directory).values())) if (directory / SHARDS).exists() else [WEIGHTS]
+    owner = shards_of(directory) if (directory / SHARDS).exists() else {}
+    names = sorted(set(owner.values())) or [WEIGHTS]
     if names == [WEIGHTS] and not (directory / WEIGHTS).exists() and list(directory.glob("*.bin")):
         raise ValueError(f"{directory} contains only pickled weights, which can run code: convert them to safetensors")
     for name in names:
         if not (directory / name).is_file():
             raise FileNotFoundError(f"no {name} in {directory}")
         check_readable(directory / name)
-    return [directory / name for name in names]
+    return [directory / name for name in names], owner
 
 
 def read_header(directory: Path) -> Tensors:
@@ -111,8 +112,8 @@ def read_header(directory: Path) -> Tensors:
     from safetensors import SafetensorError, safe_open
 
     tensors: Tensors = {}
-    owner = shards_of(directory) if (directory / SHARDS).exists() else {}
-    for path in weight_files(directory):
+    files, owner = weight_files(directory)
+    for path in files:
         check_seal(path, AGAIN)
         try:
             with safe_open(path, framework="pt") as file:
@@ -136,8 +137,8 @@ def load_tensors(directory: Path) -> Tensors:
     from safetensors.torch import load_file
 
     tensors: Tensors = {}
-    owner = shards_of(directory) if (directory / SHARDS).exists() else {}
-    for path in weight_files(directory):
+    files, owner = weight_files(directory)
+    for path in files:
         try:
             loaded = {name: x for name, x in load_file(path).items() if owner.get(name, path.name) == path.name}
         except SafetensorError as error:
