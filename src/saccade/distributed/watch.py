@@ -34,8 +34,9 @@ class Waiter:
         """The result of until(), or of ask() as soon as that is not None; the wait then continues unobserved."""
         if self.work is None:
             self.work = queue.SimpleQueue()
-            threading.Thread(target=self._run, args=(self.work,), daemon=True).start()
-            weakref.finalize(self, self.work.put, None)
+            thread = threading.Thread(target=self._run, args=(self.work,), daemon=True)
+            thread.start()
+            self.end = weakref.finalize(self, self._stop, self.work, thread)
         done: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.work.put((until, done))
         while True:
@@ -46,6 +47,7 @@ class Waiter:
             if answer is not None:
                 # the thread remains blocked in this wait, and then ends
                 self.work.put(None)
+                self.end.detach()
                 self.work = None
                 return answer
 
@@ -53,9 +55,19 @@ class Waiter:
     def _run(work: Work) -> None:
         while job := work.get():
             until, done = job
-            done.put(until())
-            # they refer to the process group, which may be destroyed before the next wait
-            del job, until, done
+            result = until()
+            # until refers to the process group, which the caller may destroy next
+            del job, until
+            done.put(result)
+            del done, result
+
+    @staticmethod
+    def _stop(work: Work, thread: threading.Thread) -> None:
+        """End the thread. A thread that still destroys objects of gloo when Python ends would abort the process."""
+        work.put(None)
+        # the thread itself may be what drops the last reference to its Waiter
+        if thread is not threading.current_thread():
+            thread.join()
 
 
 class Messages(Protocol):
