@@ -73,6 +73,23 @@ def test_extras_are_those_asked_for(backend, name) -> None:
     assert saccade.attention_backward(x.do, x.q, x.k, x.v, o, lse, x.mask, grads=(), **options)[3] == {}
 
 
+@pytest.mark.parametrize("least", [-1e9, -65504.0, 1e5])
+@pytest.mark.parametrize("Tq, Tk, mask", [(5, 30, None), (5, 1100, None), (90, 90, "parts")])
+def test_the_same_bias_on_every_key(backend, rng, Tq, Tk, mask, least) -> None:
+    """As in padding masks of other libraries: a rounded lse has lost the logarithm of its sum, or part of it."""
+    mask = mask and masks.window(15, 0) | (masks.causal() & masks.strided(16))
+    # all products are 0, so that no score is rounded; a forward of several parts may merge them by their rounded lse
+    q = np.zeros((1, Tq, 1, 16), np.float32)
+    k, v, do = (rng.standard_normal((1, T, 1, 16), np.float32) for T in (Tk, Tk, Tq))
+    sums = []
+    for bias in (np.full((1, 1, Tq, Tk), x, np.float32) for x in (0, least)):
+        o, lse = saccade.attention(q, k, v, mask, bias=bias, return_lse=True, backend="cpu")
+        dq, _, dv, more = saccade.attention_backward(do, q, k, v, o, lse, mask, bias=bias, backend=backend)
+        sums.append((dq, dv, more["bias"]))
+    for expected, x in zip(*sums, strict=True):
+        np.testing.assert_allclose(x, expected, rtol=0, atol=4e-6 * np.abs(expected).max())
+
+
 @pytest.mark.parametrize("name", ["causal", "documents-causal", "strided-window", "global-list", "tiles", "per-head"])
 def test_a_key_reaches_only_the_rows_that_see_it(backend, name) -> None:
     """A bad key or value affects dq of the rows that see it and the keys that those rows see, and nothing else."""

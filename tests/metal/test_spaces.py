@@ -22,6 +22,7 @@ OPTIONS = (
     "DLSE",
     "SLOPES",
     "SUMS",
+    "FAR",
 )
 OPTIONS += ("EACH_B", "EACH_H", "BY_DISTANCE")
 LINEAR = {"K": 40, "V": 24, "MAP": 1, "C": 32, "BC": 32, "VC": 24, "THREADS": 128, "SIMDGROUPS": 4, "KB": 32, "DC": 32}

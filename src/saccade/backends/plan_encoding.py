@@ -282,3 +282,8 @@ def dims(problem: Problem, numbers: dict[str, int], extras: Extras, **more: int)
 def splits(problem: Problem, plan: Plan) -> bool:
     """Whether the split-decode kernels compute this problem; they do not support dropout."""
     return plan.split_keys > 0 and not problem.scores.dropout
+
+
+def far_from_zero(problem: Problem) -> bool:
+    """Whether scores may be so far from 0 that a rounded lse loses the logarithm of their sum, as biases of -1e9 are."""
+    return problem.scores.bias is not None or problem.scores.relative is not None

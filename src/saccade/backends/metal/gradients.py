@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ..plan_encoding import far_from_zero
 from .interface import Output
 from .tiled import LIST, AttentionLaunch, rows_shape
 
@@ -28,7 +29,7 @@ def statistics(launch: AttentionLaunch, o: Any, o_dtype: str, lse: Any, dlse: An
     constants = launch.constants(U=o_dtype, DLSE=dlse is not None)
     inputs = {"dout": launch.arrays.do, "o": o, "lse": lse, "dlse": dlse}
     stats = launch.run("delta", constants, inputs, {"stats": Output((n, 4), "float32")}, (n, 1, 1), 256)["stats"]
-    if not p.few_pairs:
+    if not p.few_pairs and not far_from_zero(p):
         return stats
     sums = None
     for part in launch.plan.parts:
@@ -37,7 +38,8 @@ def statistics(launch: AttentionLaunch, o: Any, o_dtype: str, lse: Any, dlse: An
     words, at = launch.lists(launch.plan.parts[0], transposed=True)
     inputs = {"stats": stats, "sums": sums, "numbers": launch.numbers(at), "side": words}
     outputs = {"better": Output((n, 4), "float32")}
-    return launch.run("restate", launch.constants(SINKS=p.scores.sinks), inputs, outputs, (n, 1, 1), 256)["better"]
+    constants = launch.constants(SINKS=p.scores.sinks, FAR=not p.few_pairs)
+    return launch.run("restate", constants, inputs, outputs, (n, 1, 1), 256)["better"]
 
 
 def backward(launch: AttentionLaunch, stats: Any, slopes_wanted: bool, out_dtype: str) -> Gradients:
@@ -85,7 +87,7 @@ def _gradients(
     words, at = launch.lists(part, transposed=True)
     merge = any(x is not None for x in before.values())
     flags = {"KEYS": keys, "FIRST": "first" in dtypes, "SECOND": "second" in dtypes, "MERGE": merge}
-    flags |= {"SUMS": False, "SLOPES": False}
+    flags |= {"SUMS": False, "SLOPES": False, "FAR": not p.few_pairs}
     T, H = (p.Tk, p.Hk) if keys else (p.Tq, p.Hq)
     sizes = {"first": p.D, "second": p.Dv}
     outputs = {n: Output(rows_shape(p, launch.heads_first, T, H, sizes[n]), dtype) for n, dtype in dtypes.items()}

@@ -68,8 +68,8 @@ def _texts(p: Problem, memory: int, kind: str) -> dict[str, dict[str, Any]]:
         "dq": one | of_rows | {"fine": True},
         "dkdv": one | {"fine": True, "spread": True},
         "delta": {"DV4": vectors(p.Dv), "dlse": True}, "gather": {},
-        "refine": one | {"fine": True, "last": True, "sinks": p.scores.sinks},
-        "refine of a part": one | {"fine": True, "last": False, "sinks": p.scores.sinks},
+        "refine": one | {"fine": True, "last": True, "sinks": p.scores.sinks, "far": False},
+        "refine of a part": one | {"fine": True, "last": False, "sinks": p.scores.sinks, "far": True},
     }  # fmt: skip
     owners = {"rows_own": True, "each_b": True, "each_h": True, "fine": True}
     constants |= {"dbias": one | owners} if p.scores.bias or p.scores.gates else {}

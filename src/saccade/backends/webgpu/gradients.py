@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...plan import Part
-from ..plan_encoding import Encoded
+from ..plan_encoding import Encoded, far_from_zero
 from .memory import Buffer
 from .shapes import line, spans, vectors
 from .texts import BINDING
@@ -33,7 +33,7 @@ class GradientBuffers(NamedTuple):
 def statistics(launch: AttentionLaunch, o: Buffer, lse: Buffer, dlse: Buffer, stats: Buffer) -> None:
     """stats [B, Tq, Hq, 4]: lse in log2 units in two parts, rowsum(do * o) - dlse, rowsum(do * o)."""
     _delta(launch, o, lse, dlse, stats)
-    if launch.problem.few_pairs:
+    if launch.problem.few_pairs or far_from_zero(launch.problem):
         _refine(launch, stats)
 
 
@@ -58,9 +58,8 @@ def _refine(launch: AttentionLaunch, stats: Buffer) -> None:
         for a, c in launch.pieces(("q", "do"), ("k", "v"), part):
             # spans of keys are in ascending order, and every part contains every row
             last = part is launch.plan.parts[-1] and c.t1 == p.Tk
-            constants = (
-                launch.options(lists.forms, fine=True, last=last, sinks=p.scores.sinks) | launch.shape()._asdict()
-            )
+            options = {"fine": True, "last": last, "sinks": p.scores.sinks, "far": not p.few_pairs}
+            constants = launch.options(lists.forms, **options) | launch.shape()._asdict()
             (q, do), q_base = launch.rows(p.Tq, a, q=arrays.q, do=arrays.do)
             keys, k_base = launch.keys(c)
             tiles = launch.tiles(a, p.Tq, part.n_tiles)

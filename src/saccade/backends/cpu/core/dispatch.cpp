@@ -73,10 +73,9 @@ void run_decode(Call& c, const Part& part, int threads) {
   if (!decode_ranges(c, threads)) run_forward(c, {&part}, threads);
 }
 
-// whether the lse of some row has lost the logarithm of its sum
-static bool absorbs(const Call& c, int64_t rows) {
+static bool any_far(const Call& c, int64_t rows) {
   for (int64_t row = 0; row < rows; ++row)
-    if (c.absorbs(row)) return true;
+    if (c.far(row)) return true;
   return false;
 }
 
@@ -111,8 +110,7 @@ void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
     c.sums = static_cast<double*>(refined.emplace(rows * 24).get());
     c.lse_lost = c.sums + 2 * rows;
   };
-  // the gradients of slopes and gates add up the rounding of delta over many pairs
-  if (!c.delta && (c.few() || c.dslopes || c.dgates || c.range)) refine_rows();
+  if (!c.delta && (c.refines_all() || c.range)) refine_rows();
   const auto each_row = [&](auto f) {
     constexpr int64_t block = 256;
     parallel((rows + block - 1) / block, threads, [&](int64_t task) {
@@ -124,7 +122,7 @@ void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
     parallel(n * c.splits, threads, [&](int64_t task) { k.backward(c, first + task, scratch(bytes)); });
   };
   each_row([&](int64_t row) { k.row(c, row); });
-  if (!c.sums && !c.delta && absorbs(c, rows)) {
+  if (!c.sums && !c.delta && any_far(c, rows)) {
     refine_rows();
     each_row([&](int64_t row) { k.row(c, row); });
   }
@@ -132,7 +130,9 @@ void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
     c.only_sums = 1;
     c.stage = stages[0];
     for (const Part* part : parts) c.part = part, gradients();
-    each_row([&](int64_t row) { k.refine(c, row); });
+    each_row([&](int64_t row) {
+      if (c.refines_all() || c.far(row)) k.refine(c, row);
+    });
     c.only_sums = 0, c.sums = nullptr;
   }
   for (; c.first < heads; c.first += at_once) {

@@ -29,12 +29,12 @@ struct RowSums {
     const double entropy = c.dentropy ? of(c.entropy, at) : 0;
     return static_cast<double>(sum) - dlse(c, at) + (entropy == 0 ? 0 : entropy * dentropy(c, at));
   }
-  // lse and delta that the gradients of one row use; where rows are refined, delta comes from the sums later
+  // lse and delta that the gradients of one row use; where all rows are refined, delta comes from the sums later
   static void row(const Call& c, int64_t at) {
     const T lse = static_cast<const T*>(c.lse)[at];
     // all scores of a row without keys are masked
     c.rows[2 * at] = lse == Low<T>::masked ? 0 : in_log2(c, lse);
-    c.rows[2 * at + 1] = c.delta ? c.delta[at] : c.sums && !c.range ? 0 : delta(c, at);
+    c.rows[2 * at + 1] = c.delta ? c.delta[at] : c.sums && c.refines_all() ? 0 : delta(c, at);
     if (c.sums) c.sums[2 * at] = c.sums[2 * at + 1] = c.lse_lost[at] = 0;
   }
 

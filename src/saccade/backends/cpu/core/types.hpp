@@ -144,9 +144,12 @@ struct Call {
   }
   // whether the pairs are few enough to spend more time on each
   [[gnu::always_inline]] bool few() const { return !range && Tq * Tk <= 64 * 64; }
-  // whether the lse of a row is so large that it has lost the logarithm of the sum, e.g. if every bias is -1e9
-  [[gnu::always_inline]] bool absorbs(int64_t row) const {
-    return __builtin_fabs(rows[2 * row]) > (q.dtype == DType::f64 ? 0x1p48 : 0x1p20);
+  // whether a backward refines all rows: the gradients of slopes and gates add up the rounding of delta over many pairs
+  [[gnu::always_inline]] bool refines_all() const { return few() || dslopes || dgates; }
+  // whether the lse of a row is so far from 0 that its rounding shows in the row's weights; if every bias is -1e9, it has
+  // lost all of the logarithm of the sum
+  [[gnu::always_inline]] bool far(int64_t row) const {
+    return __builtin_fabs(rows[2 * row]) > (q.dtype == DType::f64 ? 0x1p39 : 0x1p10);
   }
   [[gnu::always_inline]] bool wants_more() const { return max || entropy; }
   // numbers of a row's partial result: sums, m, l, and for more results u of forward.hpp and the exact maximum; ordered

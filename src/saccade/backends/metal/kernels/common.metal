@@ -179,6 +179,9 @@ inline float2 in_log2(float x) {
   return float2(high, fabs(high) > 3.0e38f ? 0.0f : low);
 }
 
+// whether lse, in stats of a row, is so far from 0 that its rounding shows in the row's weights
+inline bool is_far(device const float* stat) { return fabs(stat[0]) > 1024.0f; }
+
 // tests the bits, because compilers may assume x == x
 inline bool is_nan(float x) { return (as_type<uint>(x) & 0x7fffffffu) > 0x7f800000u; }
 

@@ -2,8 +2,8 @@
 //   P = 2^(S - lse)   dS = P (dO Vᵀ - Δ) scale
 // For queries: dQ += dS K. For keys (KEYS), over the heads of the group in order: dV += Pᵀ dO   dK += dSᵀ Q.
 // With SUMS: Σ P and Σ P (dO Vᵀ - dO · O) of queries, from which `restate` computes a better lse and Δ.
-// constants: D, DV, DC, VC, DP, DVP, LIST as in `forward`; KEYS, FIRST (dQ or dK), SECOND (dV), SUMS, SLOPES (their gradient),
-// U (type of a gradient), MERGE (adds earlier gradients)
+// constants: D, DV, DC, VC, DP, DVP, LIST as in `forward`; KEYS, FIRST (dQ or dK), SECOND (dV), SUMS, FAR as in `restate`, SLOPES
+// (their gradient), U (type of a gradient), MERGE (adds earlier gradients)
 #include "common.metal"
 #include "tiles.metal"
 
@@ -111,6 +111,18 @@ kernel void gradients(device const T* q [[buffer(0)]],
   if (a0 >= stop_own) {
     if (SLOPES && lane == 0) sums[((long(p.b) * dims.Hq + p.h) * n_tiles * dims.n_classes + group.y) * SIMDGROUPS + simdgroup] = 0.0f;
     return;
+  }
+  if (SUMS && FAR) {
+    // every thread gets the same answer
+    bool any_far = false;
+    for (int i = a0; i < min(a0 + BR, stop_own); i++) any_far |= is_far(stats + 4 * q_row(dims, p, i));
+    if (!any_far) {
+      for (int i = a0 + tid; i < min(a0 + BR, stop_own); i += 4 * BR) {
+        const long at = 2 * q_row(dims, p, i);
+        sums[at] = sums[at + 1] = 0.0f;
+      }
+      return;
+    }
   }
   const Corners corners = corners_of(weights, lane);
   const Rows mine = {KEYS, stop_own, false};

@@ -1,6 +1,6 @@
 // A better lse and Δ from Σ P and Σ P (dO Vᵀ - dO · O) of a row, free of the rounding of lse and o. It applies where P holds all keys of
 // the row: its weights, with the sink's, add up to 1 within lse's own tolerance. One thread per row.
-// constants: SINKS
+// constants: SINKS, FAR (only rows whose lse is so far from 0 that its rounding shows)
 #include "common.metal"
 
 kernel void restate(device const float* stats [[buffer(0)]],
@@ -24,11 +24,14 @@ kernel void restate(device const float* stats [[buffer(0)]],
     // the sink acts as a key whose dO V is 0
     over -= share * stat[3];
   }
-  // the tolerance is at most 1/2: a row without keys has sum 0 and lse = -inf, and must stay as it is
-  if (fabs(whole - 1.0f) <= min(9.5367431640625e-7f * max(fabs(stat[0]) * LN2, 1.0f), 0.5f)) {
-    // the logarithm of the sum as 2 atanh(z), because the built-in one is inexact near 1
-    const float z = (whole - 1.0f) / (whole + 1.0f);
-    low += 2.0f * LOG2E * fma(z * z * z, fma(z * z, 0.2f, 0.333333333f), z);
+  // By how much lse is too small, in log2 units: all of the logarithm of the sum if every score is -1e9. Near 1 it is 2 atanh(z),
+  // because the built-in logarithm is inexact there. A row without keys has sum 0, and must stay as it is.
+  const float z = (whole - 1.0f) / (whole + 1.0f);
+  const float near = 2.0f * LOG2E * fma(z * z * z, fma(z * z, 0.2f, 0.333333333f), z);
+  const float more = fabs(whole - 1.0f) < 0.1f ? near : log2(max(whole, 1e-37f));
+  const bool wanted = whole > 0.0f && (!FAR || is_far(stat));
+  if (wanted && fabs(more) * LN2 <= 9.5367431640625e-7f * max(fabs(stat[0]) * LN2, 1.0f)) {
+    low += more;
     change = over / whole;
   }
   better[4 * row] = stat[0];

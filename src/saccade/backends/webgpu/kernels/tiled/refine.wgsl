@@ -5,12 +5,25 @@
 {% if last %}
 // rounding of lse and o, where the weights, with the sink's, add up to 1 within lse's own tolerance: other rows see more keys.
 {% endif %}
+{% if far %}
+// Only rows whose lse is so far from 0 that its rounding shows.
+{% endif %}
 {{ arrays.bindings(["q", "k", "v", "dout", "out_stats", "out_sums", "side", "dims"] + (["bias"] if bias else [])) }}
 var<workgroup> sh: array<vec4<f32>, {{ SHARED }}>;
+{% if far %}
+var<workgroup> any_far: u32;
+fn is_far(stat: vec4<f32>) -> bool { return abs(stat.x) > 1024.0; }
+{% endif %}
 
 @compute @workgroup_size({{ WG }})
 fn refine(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
 {% include "rows.wgsl" %}
+{% if far %}
+  if (tid == 0u) {
+    for (var a = a0; a < min(a0 + {{ ROWS }}u, n_q); a++) { any_far |= u32(is_far(out_stats[stat_row(a)])); }
+  }
+  if (workgroupUniformLoad(&any_far) == 0u) { return; }
+{% endif %}
 {% for i in range(RT) %}
   var stat{{ i }} = vec4<f32>();
   if (a0 + rg * {{ RT }}u + {{ i }}u < n_q) { stat{{ i }} = out_stats[stat_row(a0 + rg * {{ RT }}u + {{ i }}u)]; }
@@ -63,11 +76,12 @@ fn refine(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
     // the sink acts as a key whose dO V is 0
     over -= share * stat.w;
 {% endif %}
-    // the tolerance is at most 1/2: a row without keys has sum 0 and lse = -inf, and must stay as it is
-    if (abs(whole - 1.0) <= min(9.5367431640625e-7 * max(abs(stat.x) * LN2, 1.0), 0.5)) {
-      // the logarithm of the sum as 2 atanh(z), because the built-in one is inexact near 1
-      let z = (whole - 1.0) / (whole + 1.0);
-      let more = 2.0 * LOG2E * fma(z * z * z, fma(z * z, 0.2, 0.333333333), z);
+    // by how much lse is too small, in log2 units: all of the logarithm of the sum if every score is -1e9. Near 1 it is
+    // 2 atanh(z), because the built-in logarithm is inexact there. A row without keys has sum 0, and must stay as it is.
+    let z = (whole - 1.0) / (whole + 1.0);
+    let near = 2.0 * LOG2E * fma(z * z * z, fma(z * z, 0.2, 0.333333333), z);
+    let more = select(log2(max(whole, 1e-37)), near, abs(whole - 1.0) < 0.1);
+    if (whole > 0.0 && abs(more) * LN2 <= 9.5367431640625e-7 * max(abs(stat.x) * LN2, 1.0){{ " && is_far(stat)" if far }}) {
       out_stats[at] = vec4<f32>(stat.x, stat.y + more, stat.z + over / whole, stat.w);
     }
 {% endif %}
