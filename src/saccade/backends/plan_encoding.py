@@ -285,5 +285,5 @@ def splits(problem: Problem, plan: Plan) -> bool:
 
 
 def far_from_zero(problem: Problem) -> bool:
-    """Whether scores may be so far from 0 that a rounded lse loses the logarithm of their sum, as with biases of -1e9."""
+    """Whether scores, as with biases of -1e9, may be so far from 0 that a rounded lse loses the logarithm of a sum."""
     return problem.scores.bias is not None or problem.scores.relative is not None
