@@ -55,6 +55,22 @@ def test_inputs_may_be_read_only_and_broadcast(backend) -> None:
     np.testing.assert_array_equal(o, same)
 
 
+def test_inputs_may_be_fields_of_records(backend) -> None:
+    """Their strides are no multiples of the size of a number."""
+
+    def field(x: np.ndarray) -> np.ndarray:
+        records = np.zeros(x.shape, [("mark", np.uint8), ("number", x.dtype)])
+        records["number"] = x
+        return records["number"]
+
+    x = make(cases.by_name("all"))
+    arrays = (x.q, x.k, x.v, x.bias, x.sinks)
+    results = []
+    for q, k, v, bias, sinks in (arrays, map(field, arrays)):
+        results.append(saccade.attention(q, k, v, x.mask, bias=bias, sinks=sinks, backend=backend))
+    np.testing.assert_array_equal(*results)
+
+
 def test_inputs_stay_as_they_are(backend) -> None:
     x = make(cases.by_name("all"))
     before = [a.tobytes() for a in (x.q, x.k, x.v, x.bias, x.sinks)]

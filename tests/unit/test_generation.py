@@ -155,8 +155,9 @@ def test_sampler() -> None:
     assert set(Sampler(1.0, top_p=0.5).draw(many, random).tolist()) == {1}
     # smaller than any float32
     assert set(Sampler(1.0, top_p=1e-46).draw(many, random).tolist()) == {1}
-    with pytest.raises(ValueError, match="top_p"):
-        Sampler(top_p=0.0)
+    for option, value in (("top_p", 0.0), ("temperature", None), ("top_k", None)):
+        with pytest.raises(ValueError, match=f"{option} is {value}; expected"):
+            Sampler(**{option: value})
 
 
 def test_generation_repeats_and_stops() -> None:

@@ -180,14 +180,19 @@ OPTIONS = table(
 
 
 def check_fields(
-    values: Mapping[str, Any], fields: Mapping[str, Field], where: str = "", spelled: Callable[[str], str] = str
+    values: Mapping[str, Any],
+    fields: Mapping[str, Field],
+    where: str = "",
+    spelled: Callable[[str], str] = str,
+    optional: bool = True,
 ) -> None:
-    """Raises ValueError for the first value that its field does not allow; None, and names not in the table, pass.
+    """Raises ValueError for the first value that its field does not allow; names not in the table pass.
 
-    where: the file or object of the values, for the error; spelled: how the caller writes a name.
+    where: the file or object of the values, for the error; spelled: how the caller writes a name; optional: whether
+    None passes.
     """
     for name, value in values.items():
-        if value is None or name not in fields or fields[name].fits(value):
+        if (optional and value is None) or name not in fields or fields[name].fits(value):
             continue
         place = f"{where}: " if where else ""
         raise ValueError(f"{place}{spelled(name)} is {reprlib.repr(value)}; expected {fields[name].expected}")

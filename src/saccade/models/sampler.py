@@ -33,7 +33,7 @@ class Sampler:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        check_fields(vars(self), OPTIONS)
+        check_fields(vars(self), OPTIONS, optional=False)
 
     def draw(self, logits: Tensor, generator: Generators = None, numbers: Mapping[int, int] | None = None) -> Tensor:
         """logits [B, vocab] -> int64 [B]; logits of −inf are never drawn.

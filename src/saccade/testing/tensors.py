@@ -32,8 +32,8 @@ def put(x: Any) -> Any:
         return replace(x, array=put(x.array), slopes=put(x.slopes), table=put(x.table), log_f=put(x.log_f))
     if not isinstance(x, np.ndarray):
         return x
-    if min(x.strides, default=0) < 0 or not x.flags.writeable:
-        # torch does not support negative strides, and warns about read-only arrays
+    if min(x.strides, default=0) < 0 or not x.flags.aligned or not x.flags.writeable:
+        # torch supports neither negative strides nor fields of records, and warns about read-only arrays
         x = x.copy()
     bits = x.view(np.uint16) if x.dtype.name == "bfloat16" else x
     tensor = torch.from_numpy(bits)

@@ -276,7 +276,10 @@ def _extra(problem: Problem, extras: Extras) -> Any:
         and problem.selection is None
     ):
         return _NO_EXTRA
-    slopes = offset = sinks = gates = None
+    bias, slopes, offset, sinks, gates = extras.bias, None, None, None, None
+    # of a field of records, for example; kernels read any strides in whole numbers
+    if bias is not None and not bias.flags.aligned:
+        bias = np.ascontiguousarray(bias)
     if not (extras.slopes is extras.distances is extras.gates is None):
         offset = positions(problem)
     if extras.slopes is not None:
@@ -294,4 +297,4 @@ def _extra(problem: Problem, extras: Extras) -> Any:
     by_position = None if extras.distances is None else np.ascontiguousarray(extras.distances), gates
     of = problem.selection
     selected = (None, 1, 1) if of is None else (of.lists(), of.block, of.rows)
-    return _core.Extra(extras.bias, slopes, offset, sinks, *pages, extras.seed, *codes, *by_position, *selected)
+    return _core.Extra(bias, slopes, offset, sinks, *pages, extras.seed, *codes, *by_position, *selected)
