@@ -1,10 +1,13 @@
-"""What `saccade train --overwrite` leaves of an earlier model, and training with too little memory."""
+"""What `saccade train --overwrite` leaves of an earlier model, and training without enough memory or a compiler."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +101,14 @@ def test_pictures_are_those_of_the_run(finished: Path, tmp_path: Path) -> None:
         (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"), "2.00 GiB"),
         (MemoryError("Unable to allocate 7.28 TiB for an array"), "7.28 TiB"),
         (MemoryError(), "there is too little memory; give a smaller --batch"),
+        (
+            RuntimeError("Failed to find C compiler. Please specify via CC environment variable"),
+            "Triton needs a C compiler",
+        ),
         (RuntimeError("a defect"), ""),
     ],
 )
-def test_too_little_memory_is_one_line(error: Exception, words: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_the_machine_lacks_is_one_line(error: Exception, words: str, tmp_path: Path, monkeypatch: Any) -> None:
     def fail(*_: object) -> None:
         raise error
 
@@ -109,10 +116,20 @@ def test_too_little_memory_is_one_line(error: Exception, words: str, tmp_path: P
     done = saccade("train", "--out", tmp_path / "run", *SHORT, status=2 if words else 1)
     if words:
         assert words in done.stderr
-        assert all(option in done.stderr for option in ("--batch", "--context", "--width", "--recompute"))
+        if "memory" in str(error) or isinstance(error, MemoryError):
+            assert all(option in done.stderr for option in ("--batch", "--context", "--width", "--recompute"))
         assert len(done.stderr.strip().splitlines()) == 1
     else:
         assert done.exception is error
+
+
+def test_a_missing_compiler_is_one_line(tmp_path: Path) -> None:
+    environment = {**os.environ, "CXX": str(tmp_path / "none"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled")}
+    command = [sys.executable, "-m", "saccade", "train", "--out", tmp_path / "run", *SHORT, "--compile"]
+    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("saccade train: --compile needs a C++ compiler")
+    assert "--no-compile" in done.stderr
 
 
 def short(out: Path, **options: Any) -> Any:

@@ -156,6 +156,20 @@ def sentence(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
+def lacking(error: MemoryError | RuntimeError, command: str) -> str | None:
+    """What the machine lacks for a command, and what to do; None for any other error."""
+    if "Failed to find C compiler" in str(error):
+        return "Triton needs a C compiler, and there is none: install one (gcc on Debian), or name it in CC"
+    if "No working C++ compiler" in str(error):
+        without = "give --no-compile" if command == "train" else "leave out --compile"
+        return f"--compile needs a C++ compiler, and there is none: install one (g++ on Debian), or {without}"
+    if not (isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", str(error))):
+        return None
+    size = re.search(r"allocate ([\d.]+ \w+)", str(error))
+    smaller = LESS_MEMORY.get(command, "measure smaller cases")
+    return f"there is too little memory{f' for {size[1]} more' if size else ''}; {smaller}"
+
+
 @contextmanager
 def plain_errors(command: str, extra: str = "") -> Generator[None]:
     """Turn errors that a user can fix into one line on the error stream and status 2, and Ctrl-C into status 130.
@@ -167,11 +181,9 @@ def plain_errors(command: str, extra: str = "") -> Generator[None]:
     except ModuleNotFoundError as error:
         fail(install(error, extra), command)
     except (MemoryError, RuntimeError) as error:
-        if not (isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", str(error))):
+        if (message := lacking(error, command)) is None:
             raise
-        size = re.search(r"allocate ([\d.]+ \w+)", str(error))
-        smaller = LESS_MEMORY.get(command, "measure smaller cases")
-        fail(f"there is too little memory{f' for {size[1]} more' if size else ''}; {smaller}", command)
+        fail(message, command)
     except (ValueError, OSError, FloatingPointError, Unsupported) as error:
         fail(sentence(error), command)
     except KeyboardInterrupt:
