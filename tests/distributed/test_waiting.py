@@ -4,6 +4,8 @@ import subprocess
 import sys
 import weakref
 
+import pytest
+
 from saccade.distributed.watch import Waiter
 
 PROGRAM = """
@@ -33,6 +35,13 @@ def test_nothing_of_a_wait_outlives_it() -> None:
     assert waiter.wait(lambda messages=messages: type(messages), lambda: None) is Messages
     del messages
     assert freed() is None
+
+
+def test_an_error_of_a_wait_reaches_the_caller() -> None:
+    waiter = Waiter()
+    with pytest.raises(ZeroDivisionError):
+        waiter.wait(lambda: 1 // 0, lambda: None)
+    assert waiter.wait(lambda: 1, lambda: None) == 1
 
 
 def test_the_thread_ends_before_python_does() -> None:

@@ -31,7 +31,10 @@ class Waiter:
         self.work: Work | None = None
 
     def wait(self, until: Callable[[], Any], ask: Callable[[], Any]) -> Any:
-        """The result of until(), or of ask() as soon as that is not None; the wait then continues unobserved."""
+        """The result of until(), or of ask() as soon as that is not None; the wait then continues unobserved.
+
+        Raises what until() raises.
+        """
         if self.work is None:
             self.work = queue.SimpleQueue()
             thread = threading.Thread(target=self._run, args=(self.work,), daemon=True)
@@ -41,25 +44,33 @@ class Waiter:
         self.work.put((until, done))
         while True:
             try:
-                return done.get(timeout=_ASK)
+                result, error = done.get(timeout=_ASK)
             except queue.Empty:
                 answer = ask()
-            if answer is not None:
+                if answer is None:
+                    continue
                 # the thread remains blocked in this wait, and then ends
                 self.work.put(None)
                 self.end.detach()
                 self.work = None
                 return answer
+            if error is not None:
+                raise error
+            return result
 
     @staticmethod
     def _run(work: Work) -> None:
         while job := work.get():
             until, done = job
-            result = until()
+            result = error = None
+            try:
+                result = until()
+            except BaseException as raised:
+                error = raised
             # until refers to the process group, which the caller may destroy next
             del job, until
-            done.put(result)
-            del done, result
+            done.put((result, error))
+            del done, result, error
 
     @staticmethod
     def _stop(work: Work, thread: threading.Thread) -> None:
