@@ -176,7 +176,8 @@ inline float lse_of(float top, float sum) {
 inline float2 in_log2(float x) {
   const float high = x * LOG2E;
   const float low = fma(x, LOG2E, -high) + x * LOG2E_LOW;
-  return float2(high, fabs(high) > 3.0e38f ? 0.0f : low);
+  // beyond 2^20 scores are rounded by more than the lower part can say, and equal ones must keep a difference of 0
+  return float2(high, fabs(high) > 1048576.0f ? 0.0f : low);
 }
 
 // whether lse, in stats of a row, is so far from 0 that its rounding shows in the row's weights

@@ -16,5 +16,6 @@ const START = -2.9e38;
 fn in_log2(x: f32) -> vec2<f32> {
   let high = x * LOG2E;
   let low = fma(x, LOG2E, -high) + x * LOG2E_LOW;
-  return vec2<f32>(high, select(low, 0.0, abs(high) > 3.0e38));
+  // beyond 2^20 scores are rounded by more than the lower part can say, and equal ones must keep a difference of 0
+  return vec2<f32>(high, select(low, 0.0, abs(high) > 1048576.0));
 }
