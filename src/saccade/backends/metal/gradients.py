@@ -87,13 +87,15 @@ def _gradients(
     words, at = launch.lists(part, transposed=True)
     merge = any(x is not None for x in before.values())
     flags = {"KEYS": keys, "FIRST": "first" in dtypes, "SECOND": "second" in dtypes, "MERGE": merge}
-    flags |= {"SUMS": False, "SLOPES": False, "FAR": not p.few_pairs}
+    flags |= {"SUMS": False, "SLOPES": False}
     T, H = (p.Tk, p.Hk) if keys else (p.Tq, p.Hq)
     sizes = {"first": p.D, "second": p.Dv}
     outputs = {n: Output(rows_shape(p, launch.heads_first, T, H, sizes[n]), dtype) for n, dtype in dtypes.items()}
     if sums:
         flags[sums[0]] = True
         outputs["sums"] = Output(sums[1], "float32")
+    # only with sums, because each value of a flag is another kernel to compile
+    flags["FAR"] = flags["SUMS"] and not p.few_pairs
     constants = launch.constants(U=next(iter(dtypes.values()), "float32"), **flags, **tile.constants)
     arrays = launch.arrays._asdict()
     if keys:

@@ -232,9 +232,9 @@ struct Backward : RowSums<typename K::sum> {
       }
   }
 
-  bool any_far(const State& it) const {
+  bool refines_any(const State& it) const {
     for (int64_t r = 0; r < it.s.rows; ++r)
-      if (c.far(row_at(c, it.s, r))) return true;
+      if (c.refines(row_at(c, it.s, r))) return true;
     return false;
   }
 
@@ -245,7 +245,7 @@ struct Backward : RowSums<typename K::sum> {
       it.one_piece = !c.only_sums && it.seg < it.seg_end &&
                      it.piece(it.seg[0], round_up(it.seg[0] + 1, TILE_K), c.range > 0) + 3 == it.seg_end &&
                      it.seg[0] / TILE_K == (it.seg_end[-2] - 1) / TILE_K;
-      it.refines = !it.one_piece && (c.refines_all() || any_far(it));
+      it.refines = !it.one_piece && refines_any(it);
       if (!it.refines) it.seg = it.seg_end;
     }
     walk(
@@ -259,7 +259,7 @@ struct Backward : RowSums<typename K::sum> {
       it.seg = it.first_seg;
       for (int64_t r = 0; r < it.s.rows && it.refines && !c.only_sums; ++r) {
         const int64_t at = row_at(c, it.s, r);
-        if (!c.refines_all() && !c.far(at)) continue;
+        if (!c.refines(at)) continue;
         Sums::refine(c, at);
         set_row(it, r);
       }

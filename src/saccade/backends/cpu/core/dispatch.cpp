@@ -131,7 +131,7 @@ void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
     c.stage = stages[0];
     for (const Part* part : parts) c.part = part, gradients();
     each_row([&](int64_t row) {
-      if (c.refines_all() || c.far(row)) k.refine(c, row);
+      if (c.refines(row)) k.refine(c, row);
     });
     c.only_sums = 0, c.sums = nullptr;
   }

@@ -151,6 +151,7 @@ struct Call {
   [[gnu::always_inline]] bool far(int64_t row) const {
     return __builtin_fabs(rows[2 * row]) > (q.dtype == DType::f64 ? 0x1p39 : 0x1p10);
   }
+  [[gnu::always_inline]] bool refines(int64_t row) const { return refines_all() || far(row); }
   [[gnu::always_inline]] bool wants_more() const { return max || entropy; }
   // numbers of a row's partial result: sums, m, l, and for more results u of forward.hpp and the exact maximum; ordered
   // decode pads the sums to vectors, of at most 16 numbers

@@ -112,7 +112,7 @@ kernel void gradients(device const T* q [[buffer(0)]],
     if (SLOPES && lane == 0) sums[((long(p.b) * dims.Hq + p.h) * n_tiles * dims.n_classes + group.y) * SIMDGROUPS + simdgroup] = 0.0f;
     return;
   }
-  if (SUMS && FAR) {
+  if (FAR) {
     // every thread gets the same answer
     bool any_far = false;
     for (int i = a0; i < min(a0 + BR, stop_own); i++) any_far |= is_far(stats + 4 * q_row(dims, p, i));
